@@ -48,7 +48,7 @@ def weight_tensors(weights: ExpertWeights) -> dict[str, torch.Tensor]:
 
 
 def with_dense_rows(batch: ExpertBatch) -> ExpertBatch:
-    """The batch, with a copy of x if its rows have gaps between their columns, or are apart. Local."""
+    """The batch, with a copy of x if its rows have gaps between their columns, or between its rows. Local."""
     if batch.x.stride(-1) == 1 and (batch.x.dim() == 2 or batch.x.is_contiguous()):
         return batch
     return dataclasses.replace(batch, x=batch.x.contiguous())
@@ -94,7 +94,7 @@ class PreparedCall:
 
     Attributes:
         sequence: the kernels, whose workspace has the intermediates.
-        row_tiles: how many there are at most, and of how many rows each.
+        row_tiles: the most row tiles of a call, and the rows of each.
         steps: names of the launches, of "tile_list", "gather", "first", "find_amax", "requantize", "second", "sum".
     Local; nothing is launched.
     """
@@ -176,8 +176,7 @@ class PreparedCall:
         They share one workspace: each is called once, in their order, before single ones are called again. Local, no
         host sync.
         """
-        memory, launches = self.sequence.bound(_without_e8m0(tensors))
-        del memory  # the launches' tensors hold it
+        _, launches = self.sequence.bound(_without_e8m0(tensors))  # their tensors keep the memory
         return dict(zip(self.steps, launches, strict=True))
 
 

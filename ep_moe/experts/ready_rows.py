@@ -1,23 +1,14 @@
-"""Launcher of the kernel that prepares rows for the first GEMM, if its weights are decoded in registers.
-
-Letters: Q row tiles of all experts.
-"""
+"""The order and the widths of rows that are multiplied by weights that are decoded in registers."""
 
 import math
 
 import torch
 
 from ep_moe.experts.grouped_gemm import CallShape
-from ep_moe.experts.launching import num_programs
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles
-from ep_moe.kernel_launch.repeated import RepeatedLaunch
-from ep_moe.kernels.gemm.arguments import RowGroups
-from ep_moe.kernels.gemm.tokens import _prepare_rows_kernel
 
 MOST_SCALED_ROWS = 32  # in a tile whose sums are scaled in each step; of more rows, the decoded weights are
-_ROWS = 16  # of a program at a time
-_COLUMNS = 128  # the same
-_PROGRAMS_PER_SM = 8
+PREPARED_COLUMNS = 128  # at least, that a program prepares at a time
 
 
 def shuffles(shape: CallShape, gemm: GemmTiles) -> bool:
@@ -63,28 +54,5 @@ def ready_width(shape: CallShape, tiles: ExpertTiles) -> int:
     """
     if shape.format.rows is None and not shuffles(shape, tiles.first):
         return 0
-    step = max(tiles.first.block_k, _COLUMNS)
+    step = max(tiles.first.block_k, PREPARED_COLUMNS)
     return math.ceil(shape.hidden / step) * step
-
-
-def prepare_rows(shape: CallShape, tiles: ExpertTiles, width: int) -> RepeatedLaunch | None:
-    """Prepare the kernel for rows of `width` columns, None if that is 0.
-
-    The rows are [Q * block_m, width], and have a scale each if tokens have; arguments as of `Backend.gather`. Local.
-    """
-    if not width:
-        return None
-    stored, columns = shape.scheme.payload, max(tiles.first.block_k, _COLUMNS)
-    pieces = shape.max_tiles(tiles.block_m) * (tiles.block_m // _ROWS) * (width // columns)
-    return RepeatedLaunch(
-        _prepare_rows_kernel,
-        num_programs(shape.device, _PROGRAMS_PER_SM, pieces),
-        settings=(shape.hidden, shape.x_stride, shape.scale_height, *shape.scale_strides),
-        constants={
-            "PIECES": RowGroups(BLOCK_M=tiles.block_m, ROWS=_ROWS, BLOCK=columns),
-            "GROUP": stored.block[1] if stored.family == "micro" else 0,
-            "ORDER": shape.scheme.weight.packed if shuffles(shape, tiles.first) else 0,
-        },
-        options={"num_warps": 4},
-        device=shape.device,
-    )

@@ -43,7 +43,7 @@ def prepare_tile_list(num_experts: int, max_tiles: int, block_m: int, device: to
 def prepare_requantize(
     shape: CallShape, between: Between, max_tiles: int, block_m: int, *, width: int, order: int
 ) -> Requantize:
-    """Prepare the kernels between the GEMMs; there are none if the first GEMM does what `between` says.
+    """Prepare the kernels between the GEMMs; none if the first GEMM fuses `between`.
 
     Args:
         width: columns of the rows that they store. order: `Epilogue.ORDER` of these, of whole rows only.

@@ -82,16 +82,16 @@ def table_name(intermediate: int, hidden: int, device_name: str, dtype: str) -> 
     return f"N={intermediate},K={hidden},device_name={device_name.replace(' ', '_')},dtype={dtype}.json"
 
 
-def _values(given: Any, keys: Mapping[str, str], where: str, *others: str) -> dict[str, Any]:
+def _values(entry: Any, keys: Mapping[str, str], where: str, *others: str) -> dict[str, Any]:
     """The values of these keys, by the names of fields. Errors: ValueError for missing, unknown and bad ones."""
-    if not isinstance(given, dict):
-        raise ValueError(f"{where} ({shown(given)}) is not an object")
-    if wrong := given.keys() ^ {*keys, *others}:
-        what = "unknown" if wrong & given.keys() else "missing"
-        name = sorted(wrong & given.keys() or wrong)[0]
+    if not isinstance(entry, dict):
+        raise ValueError(f"{where} ({shown(entry)}) is not an object")
+    if wrong := entry.keys() ^ {*keys, *others}:
+        what = "unknown" if wrong & entry.keys() else "missing"
+        name = sorted(wrong & entry.keys() or wrong)[0]
         raise ValueError(f"{where}: {what} key {name}; needed are {', '.join((*keys, *others))}")
     for key in keys:
-        value = given[key]
+        value = entry[key]
         if key == "SWAP_AB":
             if not isinstance(value, bool):
                 raise ValueError(f"{where}: {key} ({shown(value)}) is not true or false")
@@ -101,7 +101,7 @@ def _values(given: Any, keys: Mapping[str, str], where: str, *others: str) -> di
         if not fits or (power and value & (value - 1)):
             what = "a power of two" if power else "an integer"
             raise ValueError(f"{where}: {key} ({shown(value)}) is not {what} from {least} to {most}")
-    return {field: given[key] for key, field in keys.items()}
+    return {field: entry[key] for key, field in keys.items()}
 
 
 def tiles_of_json(entry: Any, where: str) -> ExpertTiles:

@@ -14,20 +14,23 @@ from ep_moe.experts.grouped_gemm import CallShape, GroupedGemm
 from ep_moe.experts.launching import num_programs
 from ep_moe.experts.ready_rows import (
     MOST_SCALED_ROWS,
+    PREPARED_COLUMNS,
     group_loads,
     inner_order,
     inner_width,
     parts,
-    prepare_rows,
     ready_width,
     shuffles,
 )
 from ep_moe.experts.tile_tables import default_table
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles, fit_stages, fit_steps
 from ep_moe.kernel_launch.repeated import RepeatedLaunch
-from ep_moe.kernels.gemm.arguments import Codes, Epilogue, Scales, Shared, Sizes, TileShape
+from ep_moe.kernels.gemm.arguments import Codes, Epilogue, RowGroups, Scales, Shared, Sizes, TileShape
 from ep_moe.kernels.gemm.grouped import _first_gemm_kernel, _second_gemm_kernel
+from ep_moe.kernels.gemm.tokens import _prepare_rows_kernel
 
+_PREPARED_ROWS = 16  # that a program prepares at a time
+_PREPARES_PER_SM = 8  # programs
 _ONE_GROUP = 1 << 30  # columns in a group of zero points per channel
 
 
@@ -223,7 +226,23 @@ class TritonGemms:
 
     def gather(self, shape: CallShape, tiles: ExpertTiles) -> RepeatedLaunch | None:
         """`_prepare_rows_kernel`, for weights that are decoded in registers. Local."""
-        return prepare_rows(shape, tiles, ready_width(shape, tiles))
+        width = ready_width(shape, tiles)
+        if not width:
+            return None
+        stored, columns = shape.scheme.payload, max(tiles.first.block_k, PREPARED_COLUMNS)
+        pieces = shape.max_tiles(tiles.block_m) * (tiles.block_m // _PREPARED_ROWS) * (width // columns)
+        return RepeatedLaunch(
+            _prepare_rows_kernel,
+            num_programs(shape.device, _PREPARES_PER_SM, pieces),
+            settings=(shape.hidden, shape.x_stride, shape.scale_height, *shape.scale_strides),
+            constants={
+                "PIECES": RowGroups(BLOCK_M=tiles.block_m, ROWS=_PREPARED_ROWS, BLOCK=columns),
+                "GROUP": stored.block[1] if stored.family == "micro" else 0,
+                "ORDER": shape.scheme.weight.packed if shuffles(shape, tiles.first) else 0,
+            },
+            options={"num_warps": 4},
+            device=shape.device,
+        )
 
     def first(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:
         """`_first_gemm_kernel` for calls of this shape. Local."""

@@ -108,14 +108,14 @@ def e8m0_byte(amax, MAX_EXPONENT: tl.constexpr):
 
 @triton.jit
 def e8m0_value(byte):
-    """The float32 that an e8m0 byte stands for, given as int32: 2^(byte - 127), NaN for 255."""
+    """The float32 of an e8m0 byte, as int32: 2^(byte - 127), NaN for 255."""
     bits = tl.where(byte == 0, 1 << 22, byte << 23)  # 2^-127 is subnormal
     return tl.where(byte == 0xFF, 0x7FC00000, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def to_mxfp8(x, byte):
-    """x divided by the scale of its group, an e8m0 byte given as int32 that broadcasts against x, as e4m3; exact."""
+    """x divided by the scale of its group, an e8m0 byte as int32 that broadcasts against x, as e4m3; exact."""
     reciprocal = tl.where(byte == 0xFF, 0x7FC00000, (254 - byte) << 23).to(tl.float32, bitcast=True)
     return to_e4m3(x * reciprocal)
 

@@ -188,7 +188,7 @@ class StoredMatrix:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors that are there, by name."""
+        """The tensors that are not None, by name."""
         named = {"values": self.values, "scale": self.scale, "zero": self.zero, "global_scale": self.global_scale}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 

@@ -34,9 +34,9 @@ def quantize(
     values = torch.empty(num_tokens, stored.row_values(width), dtype=stored.dtype, device=x.device)
     scale = torch.empty(groups, num_tokens, dtype=stored.scale_dtype, device=x.device)
     if values.numel():
-        given = largest_or_scale(x, stored, static_scale)
+        number = largest_or_scale(x, stored, static_scale)
         shape = QuantizeShape(stored, num_tokens, width, x.stride(0), static_scale is not None, x.dtype)
-        quantize_launch(shape, x.device)((x, given, values, as_bytes(scale)))
+        quantize_launch(shape, x.device)((x, number, values, as_bytes(scale)))
     return values, scale.t()
 
 
@@ -118,7 +118,7 @@ def quantize_launch(shape: QuantizeShape, device: torch.device) -> RepeatedLaunc
 def quantize_sequence(x: torch.Tensor, stored: TensorFormat, *, static: bool) -> LaunchSequence:
     """The launch of `quantize` for tokens like x [T, H], for longer sequences.
 
-    Given are "tokens" and, if static or with one scale for all, "number", `largest_or_scale`; its workspace has
+    It takes "tokens" and, if static or with one scale for all, "number", `largest_or_scale`; its workspace has
     "values" and "values_scale" [G, T], which kernels read as "values_scale:stored". Local; nothing is launched.
     """
     (num_tokens, width), kept = x.shape, torch.uint8 if stored.scale_dtype.itemsize == 1 else stored.scale_dtype

@@ -1,4 +1,4 @@
-"""Tiles to try: those of the same backend that differ in one respect from given ones, and fit the scheme and the GPU.
+"""Tiles to try: those of the same backend that differ in one number from others, and fit the scheme and the GPU.
 
 Letters: K columns that a GEMM sums over.
 """

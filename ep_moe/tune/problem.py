@@ -137,7 +137,7 @@ class Problem:
         return list(dict.fromkeys((self.used(None), *own)))
 
     def default(self) -> ExpertTiles:
-        """The tiles for the present rows where there is no table."""
+        """The tiles for the present rows without a table."""
         found = ((backend, backend.tiles(self.shape)) for backend in self._backends)
         return next(named(backend, tiles) for backend, tiles in found if tiles is not None)
 

@@ -65,19 +65,19 @@ def tune(engine: EngineConfig, config: TuneConfig) -> dict[str, Any]:
 
         shared = triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
     end = time.monotonic() + 60 * config.minutes
-    with _compiling(sizes, device, config) as compiling, _Told() as told:
-        search = Search(problem=problem, journal=journal, compile=compiling, shared_bytes=shared, tell=told.trial)
+    with _compiling(sizes, device, config) as compiling, _Progress() as progress:
+        search = Search(problem=problem, journal=journal, compile=compiling, shared_bytes=shared, report=progress.trial)
         for index, rows in enumerate(reversed(config.rows)):  # many rows have few candidates and leave time
             left = (end - time.monotonic()) / (len(config.rows) - index)
             if config.stage == "compile":
-                told.compiled(rows, search.compile_near(rows, left))
+                progress.compiled(rows, search.compile_near(rows, left))
                 continue
             found = journal.chosen.get(rows)
             if found is None or not found.complete:
-                told.begin(rows, left)
+                progress.begin(rows, left)
                 found = search.run(rows, [done.tiles for done in journal.chosen.values()], left)
                 _write(path, journal.chosen)
-            told.end(found)
+            progress.end(found)
     _write(path, journal.chosen)
     return {
         "table": str(path),
@@ -155,7 +155,7 @@ def _reported(found: Chosen, journal: Journal) -> dict[str, Any]:
     }
 
 
-class _Told:
+class _Progress:
     """Progress on standard error: a bar on a terminal, else a line for each number of rows. A context manager."""
 
     def __init__(self) -> None:
@@ -164,7 +164,7 @@ class _Told:
         self._progress = Progress(*columns, console=self._console, transient=True)
         self._start = self._secs = 0.0
 
-    def __enter__(self) -> "_Told":
+    def __enter__(self) -> "_Progress":
         self._progress.start()
         return self
 

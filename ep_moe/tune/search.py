@@ -1,4 +1,4 @@
-"""The search for the fastest backend and tiles: for each backend from given tiles to better neighbours, until none is
+"""The search for the fastest backend and tiles: for each backend from its tiles to better neighbours, until none is
 better or the time is over; then the fastest of all beside the default.
 """
 
@@ -20,7 +20,7 @@ _QUICK, _ROUNDS, _THOROUGH = 8, 5, 8  # timed calls of a candidate; rounds of th
 
 
 class Compile(Protocol):
-    """Compiles candidates for at most some seconds; says of the compiled why they cannot be launched, else ""."""
+    """Compiles candidates for at most some seconds; the reasons why the compiled cannot be launched, else ""."""
 
     def __call__(self, candidates: Sequence[ExpertTiles], secs: float, /) -> dict[ExpertTiles, str]: ...
 
@@ -32,14 +32,14 @@ class Search:
     Args:
         problem: to measure on. journal: of the trials. compile: kernels beforehand, in parallel.
         shared_bytes: shared memory of a thread block; 0 does not limit.
-        tell: called after each candidate, with the trials so far and the fastest.
+        report: called after each candidate, with the number of trials and the fastest.
     """
 
     problem: Problem
     journal: Journal
     compile: Compile
     shared_bytes: int
-    tell: Callable[[int, Trial], None]
+    report: Callable[[int, Trial], None]
 
     def run(self, rows: int, seeds: Iterable[ExpertTiles], secs: float) -> Chosen:
         """The fastest backend and tiles for `rows` rows per expert that can be found in about `secs` seconds.
@@ -130,7 +130,7 @@ class Search:
             if tiles not in new[:always] and time.monotonic() > end:
                 break
             self.journal.add(self._measure(rows, tiles, refused.get(tiles, "")))
-            self.tell(len(self.journal.trials), min((t for t in self._of(rows)), key=_us))
+            self.report(len(self.journal.trials), min((t for t in self._of(rows)), key=_us))
         return min((self._known(rows, tiles) for tiles in candidates), key=_us)
 
     def _of(self, rows: int) -> Iterable[Trial]:

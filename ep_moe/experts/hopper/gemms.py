@@ -17,19 +17,31 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ep_moe.experts.formats import Between
 from ep_moe.experts.grouped_gemm import CallShape, GroupedGemm
-from ep_moe.experts.hopper.gather import prepare_gather
 from ep_moe.experts.hopper.shapes import BLOCK, CAPABILITY, LEAST_ROWS, STEP_BYTES, is_hopper, obstacle
 from ep_moe.experts.launching import num_programs
 from ep_moe.experts.tile_tables import log_once
 from ep_moe.experts.tuning import HOPPER_TILES, ExpertTiles
 from ep_moe.kernel_launch.repeated import Repeat, RepeatedLaunch, present
-from ep_moe.kernels.gemm.arguments import Codes, Epilogue, ExpertScalars, Operands, Rows, Scales, Stored, TileList
+from ep_moe.kernels.gemm.arguments import (
+    Codes,
+    Epilogue,
+    ExpertScalars,
+    Operands,
+    RowGroups,
+    Rows,
+    Scales,
+    Stored,
+    TileList,
+)
 from ep_moe.kernels.hopper.arguments import BLOCK_M, HALF_M, HALF_N, Pipeline
+from ep_moe.kernels.hopper.gather import _gather_rows_kernel
 from ep_moe.kernels.hopper.grouped import _hopper_gemm_kernel
 from ep_moe.kernels.hopper.overlap import THREADS
 
 _SHARED_BYTES = 232448 - 1024  # of an SM, less barriers
 _MAXNREG = 168  # times 12 warps fill the register file; the warp groups take 232 of a thread, the loading warp 40
+_GATHERED_ROWS, _GATHERED_BYTES = 4, 2048  # of a row, that a program copies at a time
+_GATHERS_PER_SM = 8  # programs
 _GLUON_TYPES = {
     torch.float8_e4m3fn: gl.float8e4nv,
     torch.bfloat16: gl.bfloat16,
@@ -63,7 +75,7 @@ class _HopperGemm:
     ) -> None:
         pipeline = constants_of["PIPE"]
         self._tma_scales = constants_of["SCALES"].X == "group" and not pipeline.COPIED_SCALES
-        self._block_k, self._alternating = pipeline.BLOCK_K, constants_of["EPILOGUE"].ALTERNATING
+        self._block_k, self._interleaved = pipeline.BLOCK_K, constants_of["EPILOGUE"].ALTERNATING
         self._new_launch = functools.partial(
             RepeatedLaunch,
             _hopper_gemm_kernel,
@@ -100,16 +112,16 @@ class _HopperGemm:
         if name == "x":
             return _descriptor(_rows_of(tensor), HALF_M.value, self._block_k)
         rows = _rows_of(tensor)
-        if self._alternating:  # a gate row and its up row are one, so that boxes have rows of one of them
+        if self._interleaved:  # a gate row and its up row are one, so that boxes have rows of one of them
             rows = rows.view(rows.shape[0] // 2, 2 * rows.shape[1])
         return _descriptor(rows, HALF_N.value, self._block_k)
 
     def __call__(self, tensors: tuple[Operands, Stored, ExpertScalars, Rows, TileList], /) -> None:
         """Launch; tensors that are not aligned to 16 bytes are copied. Local, no host sync."""
-        given = present(tensors)
-        if any(each.data_ptr() % 16 for each in given):
+        found = present(tensors)
+        if any(each.data_ptr() % 16 for each in found):
             operands, out, *others = tensors
-            aligned = _nested(tensors, iter([_aligned(each) for each in given]))
+            aligned = _nested(tensors, iter([_aligned(each) for each in found]))
             # not early: it would wait for the GEMM before it, but not for the copies
             self._new_launch(options=self._options)(self._arranged(aligned, self._describe))
             if aligned[1].data is not out.data:
@@ -118,7 +130,7 @@ class _HopperGemm:
         self._launch(self._arranged(tensors, self._describe))
         inner = self._launch.repeat
         if inner is not None and self.repeat is None:
-            places = _nested(tensors, iter(range(len(given))))
+            places = _nested(tensors, iter(range(len(found))))
             pick = operator.itemgetter(*present(self._arranged(places, lambda name, place: place)))
 
             def repeat(addresses: Sequence[int]) -> None:
@@ -128,7 +140,7 @@ class _HopperGemm:
 
 
 def _nested(tensors: Any, values: Any) -> Any:
-    """Values in place of the tensors that are there, in the same tuples."""
+    """Values from an iterator in place of the tensors that are not None, in the same tuples."""
     if isinstance(tensors, tuple):
         found = [_nested(each, values) for each in tensors]
         return type(tensors)(*found) if hasattr(tensors, "_fields") else tuple(found)
@@ -145,8 +157,8 @@ class HopperGemms:
     Args:
         least_rows: expected of an expert, below which the calls are left to others; None: those of `LEAST_ROWS`.
         anywhere: take calls whatever the device is, to compile their kernels.
-        overlap: the second GEMM begins while the first one ends, where no kernel is between them. It then reads what
-            calls of the first one have said, and cannot be launched without it.
+        overlap: the second GEMM begins while the first one ends, if no kernel is between them. It then reads the
+            counters that the first one writes, and cannot be launched without it.
     """
 
     name = "hopper"
@@ -180,7 +192,7 @@ class HopperGemms:
         return obstacle(shape)
 
     def workspace(self, shape: CallShape, tiles: ExpertTiles) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Counters of drawn tiles, and of what is stored of row tiles; room for gathered rows. Local."""
+        """Counters of drawn tiles, and of stored parts of row tiles; gathered rows. Local."""
         pieces: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "next_tile": ((2,), torch.int32),
             "stored": ((shape.max_tiles(tiles.block_m),), torch.int32),
@@ -194,7 +206,22 @@ class HopperGemms:
 
     def gather(self, shape: CallShape, tiles: ExpertTiles) -> RepeatedLaunch | None:
         """The kernel that gathers rows into the order of the tile list; None if they are neighbors. Local."""
-        return prepare_gather(shape, tiles.block_m) if shape.gathered else None
+        if not shape.gathered:
+            return None
+        groups = shape.scheme.payload.num_groups(shape.hidden)
+        rows, block = shape.max_tiles(tiles.block_m) * tiles.block_m, _GATHERED_BYTES // shape.row_dtype.itemsize
+        return RepeatedLaunch(
+            _gather_rows_kernel,
+            num_programs(shape.device, _GATHERS_PER_SM, rows // _GATHERED_ROWS),
+            settings=(shape.hidden, shape.x_stride, shape.scale_height, *shape.scale_strides, rows),
+            constants={
+                "PIECES": RowGroups(BLOCK_M=tiles.block_m, ROWS=_GATHERED_ROWS, BLOCK=block),
+                "G": groups,
+                "GROUPS": triton.next_power_of_2(max(groups, 1)),
+            },
+            options={"num_warps": 4},
+            device=shape.device,
+        )
 
     def first(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:
         """`_hopper_gemm_kernel` for w13 @ x. Local."""
@@ -216,7 +243,7 @@ class HopperGemms:
         return _prepare(shape, tiles, between, Epilogue(), shape.dtype, second=True, overlap=self._overlap)
 
 
-def _leaves_room(shape: CallShape, columns: int) -> bool:
+def _fits_one_wave(shape: CallShape, columns: int) -> bool:
     """True if no SM gets two tiles of 128 rows and 128 columns: wider ones would leave SMs without one."""
     row_tiles = shape.num_experts * triton.cdiv(shape.expected_rows, BLOCK_M.value)
     tiles = row_tiles * triton.cdiv(columns, HALF_N.value)
@@ -240,7 +267,7 @@ def _prepare(
     gated, weight, payload = epilogue.GATED, shape.scheme.weight, shape.scheme.payload
     item_bytes, activation = shape.row_dtype.itemsize, shape.activation
     block_k, grouped = STEP_BYTES // item_bytes, payload.granularity == "group"
-    halves = 1 if second and _leaves_room(shape, columns) else 2
+    halves = 1 if second and _fits_one_wave(shape, columns) else 2
     column_tiles = triton.cdiv(columns, HALF_N.value * (1 if gated else halves))
     stored_halves = 1 if gated else halves
     half_bytes = HALF_M.value * HALF_N.value * stored.itemsize
@@ -278,14 +305,6 @@ def _prepare(
         GROUP_K=BLOCK,
         STATIC=between is Between.STATIC and second,
     )
-    return _HopperGemm(
-        shape,
-        {
-            "PIPE": pipeline,
-            "SCALES": scales,
-            "CODES": _NO_CODES,
-            "EPILOGUE": epilogue,
-        },
-        column_tiles=column_tiles,
-        settings=(rows if second or shape.gathered else shape.scale_strides[2], rows),
-    )
+    constants = {"PIPE": pipeline, "SCALES": scales, "CODES": _NO_CODES, "EPILOGUE": epilogue}
+    settings = rows if second or shape.gathered else shape.scale_strides[2], rows
+    return _HopperGemm(shape, constants, column_tiles=column_tiles, settings=settings)

@@ -155,7 +155,7 @@ class Codes(NamedTuple):
     # rows of x are in the order of the tile list, decoded and, if SHUFFLED, ordered; zeros beyond K
     ROWS_PREPARED: tl.constexpr
     PARTS: tl.constexpr  # products of BLOCK_K columns in a step
-    DIVIDE: tl.constexpr  # by the global scale, if there is one
+    DIVIDE: tl.constexpr  # by the global scale, not multiply
 
 
 class Epilogue(NamedTuple):
@@ -164,7 +164,7 @@ class Epilogue(NamedTuple):
     ACTIVATION: tl.constexpr = "identity"  # the value of an `ActivationKind`
     UP_FIRST: tl.constexpr = False  # the first half is up, not the gate
     GATED: tl.constexpr = False  # the weights have a gate and an up half
-    ALTERNATING: tl.constexpr = False  # rows of which take turns, gate first
+    ALTERNATING: tl.constexpr = False  # and their rows are interleaved, gate first
     LIMITED: tl.constexpr = False  # the activation clamps its input
     REQUANTIZE: tl.constexpr = "none"  # or "group", "mxfp8" or "static"
     POWER_OF_TWO: tl.constexpr = False  # scales of groups are rounded up to powers of two

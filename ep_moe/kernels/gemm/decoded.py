@@ -166,7 +166,7 @@ def _accumulate(operands, x_rows, w, ROWS: tl.constexpr, TILE, SCALES, CODES):
     """Sum over K, of TileRows and WeightRows: [BLOCK_M, ROWS] float32, or its transpose with SWAP."""
     dtype: tl.constexpr = operands.x.dtype.element_ty
     FEW: tl.constexpr = TILE.BLOCK_M <= _FEW_ROWS
-    # read early, a step's groups are there when it begins: they are too small for asynchronous copies
+    # read a step ahead: a step's groups are too small for asynchronous copies
     EARLY: tl.constexpr = not CODES.SHUFFLED and (SCALES.WEIGHT == "fold" or CODES.ZERO)
     if TILE.SWAP:
         acc = tl.zeros([ROWS, TILE.BLOCK_M], tl.float32)
@@ -236,8 +236,8 @@ def accumulate_decoded(
 ):
     """The sums over K of a tile, [BLOCK_M, BLOCK_N] float32: of the gate and the up half if GATED, else twice.
 
-    Eight rows of the gate half and eight of the up half take turns in one product: in its result a thread has both of
-    a pair, and every warp of a large tile decodes its own rows.
+    Eight rows of the gate half and eight of the up half alternate in one product: in its result a thread has both of a
+    pair, and every warp of a large tile decodes its own rows.
     """
     N = sizes.N
     w_stride = sizes.w_stride

@@ -1,7 +1,7 @@
 """Weights decoded two at once to 16 bits, by PTX that works on both halves of a register.
 
-Triton's own operations would decode them one by one, and convert each from float32. Its interpreter has no PTX: there,
-and for tiles that do not read whole words, `ep_moe.kernels.gemm.weights` decodes. `Codes.PAIRS` says which.
+Triton's own operations decode them one by one, and convert each from float32: `ep_moe.kernels.gemm.weights` does so in
+the interpreter, which has no PTX, and for tiles that do not read whole words. `Codes.PAIRS` chooses.
 
 Letters: G scales of a row of weights in a step over K.
 """

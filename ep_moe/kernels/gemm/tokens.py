@@ -30,7 +30,7 @@ def order_columns(x, PACKED: tl.constexpr):
 
     Of each 64 stored bytes of a row of weights, a thread of the four that share a row of a fragment has 16: pairs of
     8-bit weights that are neighbors, or of 4-bit weights (PACKED is 2) that are four apart. C is a power of two from
-    16; fewer columns than of 64 bytes are those of the whole without the others: `ordered_places` says where they are.
+    16; fewer columns than of 64 bytes keep their order within these: `ordered_places` has their places.
     Example of 8-bit weights: 0, 1, 16, 17, 32, 33, 48, 49, 2, 3, 18, ...
     """
     rows: tl.constexpr = x.shape[0]

@@ -36,7 +36,7 @@ def finish_sums(sums, operands, x, tile, columns, output_scale_ptr, PIPE, SCALES
 
 @gluon.jit
 def activate_sums(sums, other_sums, scalars, expert, PIPE, EPILOGUE):
-    """The activation, with the expert's own numbers if there are any."""
+    """The activation, with numbers of the expert in place of the shared ones."""
     alpha = of_expert(scalars.alpha, expert, PIPE.ALPHA)
     beta = of_expert(scalars.beta, expert, PIPE.BETA)
     limit = of_expert(scalars.limit, expert, PIPE.LIMIT)

@@ -134,7 +134,7 @@ def compute_tiles(
 @gluon.jit
 def _hopper_gemm_kernel(
     x_desc,  # rows of the batch, or of the intermediate: [rows, K] in boxes of 64 x BLOCK_K
-    w_desc,  # [L * W, K] in boxes of 128 x BLOCK_K; [L * N, 2 * K] if gate and up rows take turns
+    w_desc,  # [L * W, K] in boxes of 128 x BLOCK_K; [L * N, 2 * K] if gate and up rows are interleaved
     x_scale_desc,  # [G or L * G, rows] float32 in boxes of 1 x 128 if groups of 128 columns have scales, else None
     out_desc,  # [rows, N] in boxes of 64 x 128
     operands,  # Operands, of which x, w and w_zero are None

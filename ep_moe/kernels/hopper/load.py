@@ -44,7 +44,7 @@ def load_operands(source, rows, tiles, buffers, drawn, PIPE, EPILOGUE):
             wait_until_stored(tiles.stored, first_tile + row_tile, PIPE.ARRIVALS)
         if PIPE.COPIED_SCALES:
             scale_ptrs = x_scale + row + gl.arange(0, BLOCK_M, BY_LANE)
-            if PIPE.SCALE_ROWS:  # the experts' matrices of scales lie x_scale_stride * G apart
+            if PIPE.SCALE_ROWS:  # the experts' matrices of scales are x_scale_stride * G elements apart
                 scale_ptrs += expert.to(gl.int64) * (PIPE.SCALE_ROWS - 1) * x_scale_stride
             scale_mask = gl.arange(0, BLOCK_M, BY_LANE) < left
         both = left > HALF_M  # else no warp group reads the lower 64 rows

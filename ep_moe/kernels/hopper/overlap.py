@@ -1,10 +1,10 @@
-"""The second GEMM begins while the first one ends: programs of the first that draw no tile make room for the second's.
+"""The second GEMM begins while the first one ends: its programs take the SMs of those of the first that draw no tile.
 
 The driver launches both kernels early (programmatic dependent launch), the second once all programs of the first run.
 Each row tile of the intermediate has a counter of the threads that have stored their part of it, and the second kernel
 reads a row tile once all have arrived. Pattern: release by each thread that stores, acquire by the warp that loads.
-Programs of both never share an SM, whose shared memory one fills, so that those that wait take no room from those that
-they wait for.
+Programs of both never share an SM, whose shared memory one fills: a program that waits takes no SM from those that it
+waits for.
 """
 
 from triton.experimental import gluon
@@ -17,7 +17,7 @@ THREADS = gl.constexpr(128)  # of a warp group
 
 @gluon.jit
 def let_dependents_start():
-    """Allow the launch of the next kernel, once all programs have said so."""
+    """Allow the launch of the next kernel, once all programs have called this."""
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r", [gl.program_id(0)], gl.int32, False, 1
     )

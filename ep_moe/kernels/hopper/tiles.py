@@ -28,8 +28,8 @@ def allocate_tiles():
 
 @gluon.jit
 def put_tile(drawn, number, expert, left, in_row, out_row, column_tile):
-    """Tell the warp groups the number-th tile: its expert, that expert's rows from the tile's first on, the first row
-    of the scales of x and of the result, and the column tile."""
+    """Pass the number-th tile to the warp groups: its expert, that expert's rows from the tile's first on, the first
+    row of the scales of x and of the result, and the column tile."""
     slot = number % DRAWN
     mbarrier.wait(drawn.empty.index(slot), ((number // DRAWN) & 1) ^ 1)  # a new barrier passes phase 1
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
