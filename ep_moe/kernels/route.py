@@ -36,6 +36,29 @@ class Chosen(NamedTuple):
     replay_ptr: Any  # [T, K] int16, logical experts, if REPLAY
 
 
+class Method(NamedTuple):
+    """The settings of a routing."""
+
+    K: tl.constexpr
+    COLUMNS: tl.constexpr  # K rounded up
+    G: tl.constexpr  # groups, 1 if the choice is among all experts
+    GROUPS: tl.constexpr  # G rounded up
+    GROUP_SIZE: tl.constexpr  # E / G
+    MEMBERS: tl.constexpr  # GROUP_SIZE rounded up
+    TOPK_GROUP: tl.constexpr
+    GROUP_BEST: tl.constexpr  # scores that add up to a group's
+    CHOICE: tl.constexpr  # "logit", or "sigmoid" or "softmax" with the bias
+    WEIGHT: tl.constexpr  # "logit", "sigmoid", "softmax" over all, "softmax_chosen"
+    NORMALIZE: tl.constexpr  # divide by the sum + EPSILON
+    EPSILON: tl.constexpr
+    FACTOR: tl.constexpr
+    BIAS: tl.constexpr
+    MAPPED: tl.constexpr
+    REPLAY: tl.constexpr
+    ALIGNMENT: tl.constexpr  # of rows of logits, and of the bias, in bytes
+    ROUNDED: tl.constexpr  # the dtype that weights are rounded to: "float32", "bfloat16" or "float16"
+
+
 @triton.jit
 def _exp(x):
     """The exponential function of CUDA's mathematics library, which torch's softmax and sigmoid use."""
@@ -79,23 +102,16 @@ def _take_largest(key, index):
 
 
 @triton.jit
-def _keep_best_groups(
-    key,  # [GROUPS, MEMBERS]
-    G: tl.constexpr,  # groups
-    GROUPS: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    TOPK_GROUP: tl.constexpr,
-    GROUP_BEST: tl.constexpr,  # 1 or 2
-):
-    """Keep the keys of the TOPK_GROUP groups whose GROUP_BEST best scores have the largest sums."""
-    group, member = tl.arange(0, GROUPS), tl.arange(0, MEMBERS)[None, :]
+def _keep_best_groups(key, METHOD):
+    """Keep the keys [GROUPS, MEMBERS] of the TOPK_GROUP groups whose GROUP_BEST best scores have the largest sums."""
+    group, member = tl.arange(0, METHOD.GROUPS), tl.arange(0, METHOD.MEMBERS)[None, :]
     best = tl.max(key, 1)
     total = _score(best)
-    if MEMBERS > 1 and GROUP_BEST > 1:
+    if METHOD.MEMBERS > 1 and METHOD.GROUP_BEST > 1:
         place = tl.min(tl.where(key == best[:, None], member, INT32_MAX), 1)
         total += _score(tl.max(tl.where(member == place[:, None], NOTHING, key), 1))
-    group_key = tl.where(group < G, _key(total), NOTHING)
-    for _ in range(TOPK_GROUP):
+    group_key = tl.where(group < METHOD.G, _key(total), NOTHING)
+    for _ in range(METHOD.TOPK_GROUP):
         taken, group_key = _take_largest(group_key, group)
     return tl.where((group_key == NOTHING)[:, None], key, NOTHING)
 
@@ -118,24 +134,7 @@ def _route_kernel(
     logits_stride,
     replay_stride,
     replay_column_stride,
-    K: tl.constexpr,
-    COLUMNS: tl.constexpr,  # K rounded up
-    G: tl.constexpr,  # groups, 1 if the choice is among all experts
-    GROUPS: tl.constexpr,  # G rounded up
-    GROUP_SIZE: tl.constexpr,  # E / G
-    MEMBERS: tl.constexpr,  # GROUP_SIZE rounded up
-    TOPK_GROUP: tl.constexpr,
-    GROUP_BEST: tl.constexpr,  # scores that add up to a group's
-    CHOICE: tl.constexpr,  # "logit", or "sigmoid" or "softmax" with the bias
-    WEIGHT: tl.constexpr,  # "logit", "sigmoid", "softmax" over all, "softmax_chosen"
-    NORMALIZE: tl.constexpr,  # divide by the sum + EPSILON
-    EPSILON: tl.constexpr,
-    FACTOR: tl.constexpr,
-    BIAS: tl.constexpr,
-    MAPPED: tl.constexpr,
-    REPLAY: tl.constexpr,
-    ALIGNMENT: tl.constexpr,  # of rows of logits, and of the bias, in bytes
-    ROUNDED: tl.constexpr,  # the dtype that weights are rounded to: "float32", "bfloat16" or "float16"
+    METHOD,
 ):
     """Choose K experts for one token, and weight them.
 
@@ -144,54 +143,54 @@ def _route_kernel(
     token = tl.program_id(0).to(tl.int64)
     if token >= num_tokens:
         return
-    row_ptr = tl.multiple_of(scores.logits_ptr + token * logits_stride, ALIGNMENT)
-    bias_ptr = tl.multiple_of(scores.bias_ptr, ALIGNMENT)
-    group, member = tl.arange(0, GROUPS)[:, None], tl.arange(0, MEMBERS)[None, :]
-    expert = group * GROUP_SIZE + member
-    exists = (group < G) & (member < GROUP_SIZE)
+    row_ptr = tl.multiple_of(scores.logits_ptr + token * logits_stride, METHOD.ALIGNMENT)
+    bias_ptr = tl.multiple_of(scores.bias_ptr, METHOD.ALIGNMENT)
+    group, member = tl.arange(0, METHOD.GROUPS)[:, None], tl.arange(0, METHOD.MEMBERS)[None, :]
+    expert = group * METHOD.GROUP_SIZE + member
+    exists = (group < METHOD.G) & (member < METHOD.GROUP_SIZE)
     choice = tl.load(row_ptr + expert, mask=exists, other=-float("inf")).to(tl.float32)
-    if BIAS:
+    if METHOD.BIAS:
         bias = tl.load(bias_ptr + expert, mask=exists, other=0.0).to(tl.float32)
-    if WEIGHT == "softmax":
+    if METHOD.WEIGHT == "softmax":
         largest, total = _largest_and_sum(choice, exists)
-    if CHOICE != "logit":
-        choice = _sigmoid(choice) if CHOICE == "sigmoid" else tl.div_rn(_exp(choice - largest), total)
-        if BIAS:
+    if METHOD.CHOICE != "logit":
+        choice = _sigmoid(choice) if METHOD.CHOICE == "sigmoid" else tl.div_rn(_exp(choice - largest), total)
+        if METHOD.BIAS:
             choice += bias
         is_nan = tl.max((exists & (choice != choice)).to(tl.int32))
     key = tl.where(exists, _key(choice), NOTHING)
-    if G > 1:
-        key = _keep_best_groups(key, G, GROUPS, MEMBERS, TOPK_GROUP, GROUP_BEST)
-    column = tl.arange(0, COLUMNS)
-    used = column < K
-    ids = tl.zeros([COLUMNS], tl.int32)
-    for k in range(K):
+    if METHOD.G > 1:
+        key = _keep_best_groups(key, METHOD)
+    column = tl.arange(0, METHOD.COLUMNS)
+    used = column < METHOD.K
+    ids = tl.zeros([METHOD.COLUMNS], tl.int32)
+    for k in range(METHOD.K):
         taken, key = _take_largest(key, expert)
         ids = tl.where(column == k, taken, ids)
     logit = tl.load(row_ptr + ids, mask=used, other=0.0).to(tl.float32)
     physical = ids
-    if MAPPED:
+    if METHOD.MAPPED:
         physical = tl.load(scores.physical_ptr + ids, mask=used, other=0).to(tl.int32)
-    if WEIGHT == "softmax_chosen":
+    if METHOD.WEIGHT == "softmax_chosen":
         largest, total = _largest_and_sum(logit, used)
-    if WEIGHT == "sigmoid":
+    if METHOD.WEIGHT == "sigmoid":
         weight = _sigmoid(logit)
-    elif WEIGHT == "logit":
+    elif METHOD.WEIGHT == "logit":
         weight = logit
     else:
         weight = tl.div_rn(_exp(logit - largest), total)
-    if CHOICE != "logit":  # the weights do not contain the bias: without this, a NaN in it would go unnoticed
+    if METHOD.CHOICE != "logit":  # the weights do not contain the bias: without this, a NaN in it would go unnoticed
         weight = tl.where(is_nan > 0, float("nan"), weight)
-    if NORMALIZE:
-        weight = tl.div_rn(weight, tl.sum(tl.where(used, weight, 0.0)) + EPSILON)
-    place = token * K + column
-    weight *= FACTOR
-    if ROUNDED == "bfloat16":
+    if METHOD.NORMALIZE:
+        weight = tl.div_rn(weight, tl.sum(tl.where(used, weight, 0.0)) + METHOD.EPSILON)
+    place = token * METHOD.K + column
+    weight *= METHOD.FACTOR
+    if METHOD.ROUNDED == "bfloat16":
         weight = to_bf16(weight).to(tl.float32)
-    elif ROUNDED == "float16":
+    elif METHOD.ROUNDED == "float16":
         weight = weight.to(tl.float16).to(tl.float32)
     tl.store(chosen.weights_ptr + place, weight, mask=used)
-    if REPLAY:
+    if METHOD.REPLAY:
         replay_ptr = chosen.replay_ptr + token * replay_stride + column * replay_column_stride
         tl.store(replay_ptr, ids.to(tl.int16), mask=used)
     tl.store(chosen.ids_ptr + place, physical, mask=used)

@@ -14,7 +14,7 @@ from ep_moe.config import RoutingConfig, RoutingMethod
 from ep_moe.kernel_launch.allocation import allocator
 from ep_moe.kernel_launch.repeated import Repeat, RepeatedLaunch
 from ep_moe.kernel_launch.sequence import LaunchSequence
-from ep_moe.kernels.route import Chosen, Scores, _map_ids_kernel, _route_kernel
+from ep_moe.kernels.route import Chosen, Method, Scores, _map_ids_kernel, _route_kernel
 from ep_moe.placement import Placement
 from ep_moe.routing.base import BIASED_METHODS, EPSILON, Routing, check, make_routing
 
@@ -55,28 +55,28 @@ def _kernel_of(
     groups = config.num_group if config.topk_group < config.num_group else 1
     group_size = num_experts // groups
     can_normalize = biased or method is RoutingMethod.SIGMOID_RENORM
-    constants = {
-        "K": config.num_topk,
-        "COLUMNS": triton.next_power_of_2(config.num_topk),
-        "G": groups,
-        "GROUPS": triton.next_power_of_2(groups),
-        "GROUP_SIZE": group_size,
-        "MEMBERS": triton.next_power_of_2(group_size),
-        "TOPK_GROUP": config.topk_group,
-        "GROUP_BEST": config.group_best,
-        "CHOICE": config.scoring if biased else "logit",
-        "WEIGHT": weight,
-        "NORMALIZE": can_normalize and config.norm_topk_prob,
-        "EPSILON": EPSILON,
-        "FACTOR": config.routed_scaling_factor,
-        "BIAS": bias_dtype is not None,
-        "MAPPED": mapped,
-        "REPLAY": replay,
-        "ALIGNMENT": alignment,
-        "ROUNDED": str(weights_dtype).removeprefix("torch."),
-    }
+    constants = Method(
+        K=config.num_topk,
+        COLUMNS=triton.next_power_of_2(config.num_topk),
+        G=groups,
+        GROUPS=triton.next_power_of_2(groups),
+        GROUP_SIZE=group_size,
+        MEMBERS=triton.next_power_of_2(group_size),
+        TOPK_GROUP=config.topk_group,
+        GROUP_BEST=config.group_best,
+        CHOICE=config.scoring if biased else "logit",
+        WEIGHT=weight,
+        NORMALIZE=can_normalize and config.norm_topk_prob,
+        EPSILON=EPSILON,
+        FACTOR=config.routed_scaling_factor,
+        BIAS=bias_dtype is not None,
+        MAPPED=mapped,
+        REPLAY=replay,
+        ALIGNMENT=alignment,
+        ROUNDED=str(weights_dtype).removeprefix("torch."),
+    )
     options = {"num_warps": 1}
-    return RepeatedLaunch(_route_kernel, programs, constants=constants, options=options, device=device)
+    return RepeatedLaunch(_route_kernel, programs, constants={"METHOD": constants}, options=options, device=device)
 
 
 def _programs_for(count: int) -> int:
