@@ -316,7 +316,7 @@ def _micro_codes(values: torch.Tensor, name: str) -> np.ndarray:
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"]
 )
-@pytest.mark.parametrize("width", [*WIDTHS, 48])
+@pytest.mark.parametrize("width", [464, 144, 48, 16])
 @pytest.mark.parametrize("name", MICRO)
 def test_micro_scales_have_the_bits_of_the_reference(name: str, width: int, dtype: torch.dtype) -> None:
     x = _tokens(9, width, dtype)
