@@ -5,7 +5,7 @@ In the interpreter each launch reads its tensors anew, so that one kept for tens
 
 from typing import Any
 
-from ep_moe.kernel_launch.repeated import RepeatedLaunch
+from ep_moe.kernel_launch.kernel import Kernel
 from ep_moe.kernel_launch.tensor_map import is_descriptor
 
 KIND = "_kind_of_first_launch"
@@ -19,16 +19,16 @@ def what_is(argument: Any) -> Any:
 
 
 def watch() -> None:
-    """Make a launch of other kinds of tensors than the first of the same `RepeatedLaunch` an AssertionError."""
-    run = RepeatedLaunch.through_triton
+    """Make a launch of other kinds of tensors than the first of the same `Kernel` an AssertionError."""
+    run = Kernel.through_triton
     if hasattr(run, "watched"):
         return
 
-    def through_triton(self: RepeatedLaunch, tensors: Any, numbers: tuple[int, ...] = ()) -> None:
+    def through_triton(self: Kernel, tensors: Any, numbers: tuple[int, ...] = ()) -> None:
         kind, first = what_is(tensors), getattr(self, KIND, None)
         assert first in (None, kind), f"a launch kept for {first} is given {kind}"
         setattr(self, KIND, kind)
         run(self, tensors, numbers)
 
     through_triton.watched = True  # type: ignore[attr-defined]
-    RepeatedLaunch.through_triton = through_triton  # type: ignore[method-assign]
+    Kernel.through_triton = through_triton  # type: ignore[method-assign]

@@ -168,7 +168,7 @@ def run_kinds(group: EPGroup, kinds: tuple[RoundKind, ...]) -> list[torch.Tensor
 
 def ready_kinds(group: EPGroup) -> list[str]:
     """Errors of rounds with kernels compiled beforehand, and of rounds without launches through the driver."""
-    from ep_moe.kernel_launch import repeated
+    from ep_moe.kernel_launch import kernel
     from ep_moe.kernel_launch.cuda_driver import LaunchMismatchError
     from ep_moe.kernels.exchange import combine, dispatch
 
@@ -184,7 +184,7 @@ def ready_kinds(group: EPGroup) -> list[str]:
     before = [len(cache) for cache in caches]
     first = run_kinds(group, ())
     wrong = [] if [len(cache) for cache in caches] == before and min(before) > 0 else [f"{before} kernels were not all"]
-    with mock.patch.object(repeated, "DriverLaunch", cannot):
+    with mock.patch.object(kernel, "DriverKernel", cannot):
         second = run_kinds(group, KINDS)
     same = [torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(first, second, strict=True)]
     return wrong + [f"round {number} differs" for number, equal in enumerate(same) if not equal]

@@ -9,7 +9,7 @@ import torch
 
 from ep_moe.config import ActivationConfig, MoEConfig
 from ep_moe.experts import create_experts
-from ep_moe.kernel_launch.cuda_driver import DriverSequence
+from ep_moe.kernel_launch.cuda_driver import Launches
 from ep_moe.kernel_launch.launch_graph import LaunchGraph
 from ep_moe.local_moe import local_moe
 from ep_moe.quant import get_scheme
@@ -72,17 +72,17 @@ class Calls:
 def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A number for each start of a graph."""
     numbers, count = list[int](), itertools.count()
-    start, find = LaunchGraph.__call__, DriverSequence._graph_of
+    start, find = LaunchGraph.__call__, Launches._graph_of
 
     def counted(self: LaunchGraph, stream: int) -> int:
         numbers.append(next(count))
         return start(self, stream)
 
-    def graph_of(self: DriverSequence, values: tuple[int, ...]) -> LaunchGraph | None:
+    def graph_of(self: Launches, values: tuple[int, ...]) -> LaunchGraph | None:
         return None if Calls.one_by_one else find(self, values)
 
     monkeypatch.setattr(LaunchGraph, "__call__", counted)
-    monkeypatch.setattr(DriverSequence, "_graph_of", graph_of)
+    monkeypatch.setattr(Launches, "_graph_of", graph_of)
     return numbers
 
 

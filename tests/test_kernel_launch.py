@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import dataclasses
 import gc
 import itertools
 import struct
@@ -53,7 +54,7 @@ class Driver:
         assert parameters is not None
         launch = cuda_driver._Config.from_address(config)
         places = (ctypes.c_void_p * len(self.sizes)).from_address(parameters)
-        kinds = [ctypes.c_int64 if size == 8 else ctypes.c_int32 for size in self.sizes]
+        kinds = [ctypes.c_int32 if size == 4 else ctypes.c_int64 for size in self.sizes]
         values = [kind.from_address(place).value for kind, place in zip(kinds, places, strict=True)]
         early = [(launch.attributes[i].id, launch.attributes[i].value[0]) for i in range(launch.num_attributes)]
         self.launched.append(
@@ -69,15 +70,21 @@ def compiled(**changes: Any) -> Any:
     return SimpleNamespace(src=source, function=7, metadata=SimpleNamespace(**metadata | changes))
 
 
-def make_launch(
-    monkeypatch: pytest.MonkeyPatch, fake: Driver, tokens: Any, kernel: Any = None
-) -> cuda_driver.DriverLaunch:
+def stub(monkeypatch: pytest.MonkeyPatch, fake: Driver) -> None:
+    """Use the fake driver, and torch's functions without a GPU."""
     monkeypatch.setattr(cuda_driver, "cuda_driver", lambda: fake)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", CAPTURING.locked, raising=False)
+
+
+def make_kernel(
+    monkeypatch: pytest.MonkeyPatch, fake: Driver, tokens: Any = None, kernel: Any = None
+) -> cuda_driver.DriverKernel:
+    stub(monkeypatch, fake)
+    tokens = tokens or (torch.zeros(3), None, torch.ones(2))
     arguments = (((2**46, 1), torch.zeros(1)), 12, tokens, -5, 10**11, 1.5)
     streams = itertools.count(33)
-    return cuda_driver.DriverLaunch(
+    return cuda_driver.DriverKernel(
         kernel or compiled(),
         (9, 2, 1),
         arguments,
@@ -85,6 +92,18 @@ def make_launch(
         device=torch.device("cpu"),
         current_stream=lambda index: next(streams) + index,
     )
+
+
+def make_launch(monkeypatch: pytest.MonkeyPatch, fake: Driver, tokens: Any = None) -> cuda_driver.Launches:
+    return cuda_driver.Launches([(make_kernel(monkeypatch, fake, tokens), range(4))], 4)
+
+
+def make_launches(monkeypatch: pytest.MonkeyPatch, fake: Driver) -> cuda_driver.Launches:
+    """Two kernels; the last argument of the second one is the same value as the one before it."""
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda stream, device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    first, second = (make_kernel(monkeypatch, fake) for _ in range(2))
+    return cuda_driver.Launches([(first, (0, 1, 3, 4)), (second.reordered((1, 0, 2, 3)), (1, 2, 3, 3))], 5)
 
 
 def test_a_launch_changes_some_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,43 +139,82 @@ def test_other_arguments_are_left_to_triton(
     monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], changes: dict[str, int]
 ) -> None:
     with pytest.raises(cuda_driver.LaunchMismatchError, match="takes other arguments"):
-        make_launch(monkeypatch, Driver(sizes), (torch.zeros(3), None, torch.ones(2)), compiled(**changes))
+        make_kernel(monkeypatch, Driver(sizes), kernel=compiled(**changes))
 
 
 def test_a_refused_launch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = make_launch(monkeypatch, Driver((*SIZES, *SCRATCH), status=719), (torch.zeros(3), None, torch.ones(2)))
+    run = make_launch(monkeypatch, Driver((*SIZES, *SCRATCH), status=719))
     with pytest.raises(RuntimeError, match="CUresult 719"):
         run([1, 2, 3, 4])
 
 
-def test_a_sequence_writes_arguments_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches of a sequence read one array, functions among them are called in turn; single launches stay the same."""
+def arguments_of(values: list[int]) -> list[list[int]]:
+    """The changing arguments of both launches of `make_launches` in a call."""
+    return [[values[0], values[1], values[3], values[4]], [values[2], values[1], values[3], values[3]]]
+
+
+def test_launches_read_one_array(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = Driver((*SIZES, *SCRATCH))
-    first, second = (make_launch(monkeypatch, fake, (torch.zeros(3), None, torch.ones(2))) for _ in range(2))
-    called: list[tuple[int, tuple[int, ...]]] = []
-
-    def between(values: Any) -> None:
-        called.append((len(fake.launched), tuple(values)))
-
-    launches = [(first, (0, 1, 3, 4)), (between, (2,)), (second, (2, 1, 3, 3))]
-    run = cuda_driver.DriverSequence(launches, 5)
+    run, single = make_launches(monkeypatch, fake), make_launch(monkeypatch, fake)
     for values in ([4096, 8192, 12288, -2, 5], [16, 32, 48, 7, 8]):
         fake.launched.clear()
-        called.clear()
         run(values)
-        assert called == [(1, (values[2],))]
-        assert [arguments[3:7] for *_, arguments in fake.launched] == [
-            [values[0], values[1], values[3], values[4]],
-            [values[2], values[1], values[3], values[3]],
-        ]
+        assert [arguments[3:7] for *_, arguments in fake.launched] == arguments_of(values)
         assert len({stream for *_, stream, _, _ in fake.launched}) == 1  # the stream is asked for once
-    first([1, 2, 3, 4])
+    single([1, 2, 3, 4])
     assert fake.launched[-1][-1][3:7] == [1, 2, 3, 4]
-    with pytest.raises(ValueError, match="no launch is the driver's"):
-        cuda_driver.DriverSequence([(between, (0,))], 1)
     fake.status = 719
     with pytest.raises(RuntimeError, match="CUresult 719"):
         run([1, 2, 3, 4, 5])
+
+
+@dataclasses.dataclass(frozen=True)
+class Descriptor:
+    """As Triton's TensorDescriptor."""
+
+    base: torch.Tensor
+    shape: tuple[int, ...] = (6, 32)
+    strides: tuple[int, ...] = (40, 1)
+    block_shape: tuple[int, ...] = (2, 16)
+
+
+def test_tensor_maps_follow_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of several launches has maps of its own, which are moved to the addresses of a call."""
+    fake, encoded = Driver((128, 4, 4, 8, 8, 8, 4, *SCRATCH)), list[tuple[int, ...]]()
+
+    def encode(place: int, data_type: int, rank: int, tensor: int, *rest: int) -> int:
+        encoded.append((data_type, rank, place % 64, *rest[4:6]))
+        return replace(place, tensor)
+
+    def replace(place: int, tensor: int) -> int:
+        ctypes.c_int64.from_address(place).value = tensor
+        return 0
+
+    fake.cuTensorMapEncodeTiled, fake.cuTensorMapReplaceAddress = encode, replace  # type: ignore[attr-defined]
+    described = {"elem_size": 2, "elem_type": 10, "block_size": (2, 16), "swizzle": 3}
+    kernel = compiled(tensordesc_meta=[described])
+    kernel.src.signature = {"x": "tensordesc<bf16[2, 16]>", "y": "*bf16", "count": "i32"}
+    stub(monkeypatch, fake)
+    tensor = torch.zeros(6, 40, dtype=torch.bfloat16)
+    kept = weakref.ref(tensor)
+    loaded = cuda_driver.DriverKernel(
+        kernel,
+        (1, 1, 1),
+        (Descriptor(tensor), tensor, 5),
+        changing=slice(0, 2),
+        device=torch.device("cpu"),
+        current_stream=lambda index: index,
+    )
+    del tensor
+    gc.collect()
+    assert kept() is None
+    run = cuda_driver.Launches([(loaded, (0, 1)), (loaded.reordered((1, 0)), (0, 2))], 3)
+    assert encoded == [(9, 2, 0, 0, 3)] * 2
+    for values in ([4096, 8192, 12288], [4096, 16, 32]):
+        fake.launched.clear()
+        run(values)
+        found = [arguments for *_, arguments in fake.launched]
+        assert found == [[x, 6, 32, 40, 1, y, 5, 0, 0] for x, y in (values[:2], (values[2], values[0]))]
 
 
 class Recorder(Driver):
@@ -209,23 +267,11 @@ class Recorder(Driver):
         return 0
 
 
-def recorded_sequence(monkeypatch: pytest.MonkeyPatch, fake: Driver, called: list[int]) -> cuda_driver.DriverSequence:
-    """Two launches and a function between them."""
-    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda stream, device: stream)
-    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
-    first, second = (make_launch(monkeypatch, fake, (torch.zeros(3), None, torch.ones(2))) for _ in range(2))
-    launches = [(first, (0, 1, 3, 4)), (lambda values: called.append(values[0]), (2,)), (second, (2, 1, 3, 3))]
-    return cuda_driver.DriverSequence(launches, 5)
-
-
 def test_launches_that_come_again_are_started_as_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same values alone, on the stream of the call, and not while torch captures."""
-    fake, called = Recorder(), list[int]()
-    run = recorded_sequence(monkeypatch, fake, called)
+    fake = Recorder()
+    run = make_launches(monkeypatch, fake)
     direct = cuda_driver._RECORDED_AFTER
-
-    def arguments(start: int) -> list[list[int]]:
-        return [values[3:7] for *_, values in fake.launched[start:]]
 
     values, others = [4096, 8192, 12288, -2, 5], [16, 32, 48, 7, 8]
     for _ in range(direct):
@@ -234,15 +280,11 @@ def test_launches_that_come_again_are_started_as_one_graph(monkeypatch: pytest.M
     for given, graph in ((values, True), (others, False), (values, True)):
         begin, started = len(fake.launched), len(fake.started)
         run(given)
-        assert arguments(begin) == [
-            [given[0], given[1], given[3], given[4]],
-            [given[2], given[1], given[3], given[3]],
-        ]
+        assert [arguments[3:7] for *_, arguments in fake.launched[begin:]] == arguments_of(given)
         assert len(fake.started) - started == graph
     streams = [stream for _, stream in fake.started]
     assert min(streams) >= 33  # the stream of each call, not the one of the recording
     assert len(set(streams)) == 2
-    assert called == [12288] * (direct + 1) + [48]  # what is recorded is not called again
     started = len(fake.started)
     with CAPTURING:
         run(values)
@@ -260,7 +302,7 @@ def test_launches_that_come_again_are_started_as_one_graph(monkeypatch: pytest.M
 def test_graphs_that_are_in_use_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values that take turns beyond the limit make no graphs; ones that no longer come give their places to others."""
     fake = Recorder()
-    run, most, direct = recorded_sequence(monkeypatch, fake, []), 4, cuda_driver._RECORDED_AFTER
+    run, most, direct = make_launches(monkeypatch, fake), 4, cuda_driver._RECORDED_AFTER
     monkeypatch.setattr(cuda_driver, "_MOST_COUNTED", most)
 
     def passes(count: int, *numbers: int) -> tuple[int, float]:
@@ -286,8 +328,8 @@ def test_graphs_that_are_in_use_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("lacking", [False, True], ids=["refuses", "lacks"])
 def test_a_driver_that_records_nothing(monkeypatch: pytest.MonkeyPatch, lacking: bool) -> None:
     """Launches go on one by one, and recording is not tried again."""
-    fake, called = Driver((*SIZES, *SCRATCH)) if lacking else Recorder(), list[int]()
-    run = recorded_sequence(monkeypatch, fake, called)
+    fake = Driver((*SIZES, *SCRATCH)) if lacking else Recorder()
+    run = make_launches(monkeypatch, fake)
     if isinstance(fake, Recorder):
         fake.refused = 801
     count = 3 * cuda_driver._RECORDED_AFTER
@@ -301,7 +343,7 @@ def test_a_driver_that_records_nothing(monkeypatch: pytest.MonkeyPatch, lacking:
 def test_threads_share_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     """All launches of a call have its arguments, whether they are started one by one or as a graph."""
     fake = Recorder()
-    run = recorded_sequence(monkeypatch, fake, [])
+    run = make_launches(monkeypatch, fake)
     launch = run._launch
 
     def slow(*addresses: Any) -> int:
@@ -325,7 +367,7 @@ def test_threads_share_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_threads_share_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that launches while the driver reads another's arguments waits for it."""
     fake, inside, goes_on = Driver((*SIZES, *SCRATCH)), threading.Event(), threading.Event()
-    run = make_launch(monkeypatch, fake, (torch.zeros(3), None, torch.ones(2)))
+    run = make_launch(monkeypatch, fake)
     launch = run._launch
 
     def read_late(*addresses: Any) -> int:
@@ -356,8 +398,7 @@ def test_constants_in_groups_are_what_the_compiler_needs() -> None:
     import triton
     import triton.language as tl
 
-    from ep_moe.kernel_launch.constants import as_constants
-    from ep_moe.kernel_launch.repeated import RepeatedLaunch
+    from ep_moe.kernel_launch.kernel import Kernel, as_constants
 
     @triton.jit
     def kernel(x_ptr: Any, sizes: tl.constexpr) -> None:
@@ -370,8 +411,6 @@ def test_constants_in_groups_are_what_the_compiler_needs() -> None:
     assert as_constants(Sizes(3, "a"), interpreted, "sizes") == (3, "a")
     group = as_constants(Sizes(3, "a"), interpreted, "x_ptr")
     assert [type(field) for field in group] == [tl.constexpr, tl.constexpr]
-    launch = RepeatedLaunch(
-        kernel, 1, fixed=(), constants={"sizes": Sizes(3, "a")}, options={}, device=torch.device("cpu")
-    )
+    launch = Kernel(kernel, 1, fixed=(), constants={"sizes": Sizes(3, "a")}, options={}, device=torch.device("cpu"))
     assert isinstance(launch._constants["sizes"].rows, tl.constexpr)
-    assert not launch.loaded
+    assert launch.run is None

@@ -14,7 +14,8 @@ import torch
 from ep_moe.config import ActivationConfig
 from ep_moe.experts.formats import Between, FormatRow, decodes_pairs, row_of
 from ep_moe.experts.tuning import ExpertTiles
-from ep_moe.kernel_launch.repeated import Repeat, RepeatedLaunch
+from ep_moe.kernel_launch.cuda_driver import DriverKernel
+from ep_moe.kernel_launch.kernel import Kernel, Run
 from ep_moe.kernels.gemm.arguments import ExpertScalars, Operands, Rows, Stored, TileList
 from ep_moe.layout import Batched, ExpertBatch
 from ep_moe.quant import QuantScheme
@@ -138,9 +139,14 @@ class GroupedGemm(Protocol):
         ...
 
     @property
-    def repeat(self) -> Repeat | None:
+    def run(self) -> Run | None:
         """The same with the addresses of the tensors that are not None, in the order of a call, aligned to 16 bytes.
         None until a call has loaded the kernel."""
+        ...
+
+    @property
+    def driver(self) -> DriverKernel | None:
+        """The loaded kernel, of which `run` is a launch; None if it goes through Triton's launcher."""
         ...
 
 
@@ -176,7 +182,7 @@ class Backend(Protocol):
         """Further tensors of a call, by name: "next_tile", and the output of `gather`: "packed", "packed_scale"."""
         ...
 
-    def gather(self, shape: CallShape, tiles: ExpertTiles) -> RepeatedLaunch | None:
+    def gather(self, shape: CallShape, tiles: ExpertTiles) -> Kernel | None:
         """Prepare the kernel that copies rows of the pool into the order of the tile list, in the form in which the
         first GEMM reads them; None if that reads the pool.
 

@@ -11,7 +11,7 @@ import triton
 from ep_moe.experts.formats import Between
 from ep_moe.experts.grouped_gemm import CallShape
 from ep_moe.experts.launching import num_programs
-from ep_moe.kernel_launch.repeated import RepeatedLaunch
+from ep_moe.kernel_launch.kernel import Kernel
 from ep_moe.kernels.gemm.arguments import RowGroups
 from ep_moe.kernels.gemm.requantize import _expert_amax_kernel, _requantize_kernel, _requantize_nvfp4_kernel
 from ep_moe.kernels.gemm.tile_list import _tile_list_kernel
@@ -24,13 +24,13 @@ _PROGRAMS_PER_SM = 8
 class Requantize(NamedTuple):
     """The kernels between the GEMMs, each None if there is none."""
 
-    find_amax: RepeatedLaunch | None  # takes `Stored` float32 rows, `Rows` and `TileList`, whose amax it writes
-    requantize: RepeatedLaunch | None  # takes `Stored` float32 rows, `Stored` values and scales, `Rows`, `TileList`
+    find_amax: Kernel | None  # takes `Stored` float32 rows, `Rows` and `TileList`, whose amax it writes
+    requantize: Kernel | None  # takes `Stored` float32 rows, `Stored` values and scales, `Rows`, `TileList`
 
 
-def prepare_tile_list(num_experts: int, max_tiles: int, block_m: int, device: torch.device) -> RepeatedLaunch:
+def prepare_tile_list(num_experts: int, max_tiles: int, block_m: int, device: torch.device) -> Kernel:
     """Prepare the kernel that cuts the tokens of every expert into tiles of `block_m`; it takes `Rows`, `TileList`."""
-    return RepeatedLaunch(
+    return Kernel(
         _tile_list_kernel,
         triton.cdiv(max_tiles, _LIST_BLOCK),
         settings=(num_experts, max_tiles),
@@ -57,8 +57,8 @@ def prepare_requantize(
     per_program = max(min(_ELEMENTS // block, block_m), 1)
     pieces = RowGroups(BLOCK_M=block_m, ROWS=per_program, BLOCK=block)
 
-    def prepare(kernel: Any, most: int, *numbers: int, num_warps: int = 4, **others: int) -> RepeatedLaunch:
-        return RepeatedLaunch(
+    def prepare(kernel: Any, most: int, *numbers: int, num_warps: int = 4, **others: int) -> Kernel:
+        return Kernel(
             kernel,
             num_programs(shape.device, _PROGRAMS_PER_SM, most),
             settings=(intermediate, *numbers),

@@ -24,7 +24,7 @@ from ep_moe.experts.ready_rows import (
 )
 from ep_moe.experts.tile_tables import default_table
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles, fit_stages, fit_steps
-from ep_moe.kernel_launch.repeated import RepeatedLaunch
+from ep_moe.kernel_launch.kernel import Kernel
 from ep_moe.kernels.gemm.arguments import Codes, Epilogue, RowGroups, Scales, Shared, Sizes, TileShape
 from ep_moe.kernels.gemm.grouped import _first_gemm_kernel, _second_gemm_kernel
 from ep_moe.kernels.gemm.tokens import _prepare_rows_kernel
@@ -98,7 +98,7 @@ def _prepare(
     between: Between,
     *,
     second: bool,
-) -> RepeatedLaunch:
+) -> Kernel:
     """Prepare one of the GEMMs, which takes `numbers` behind the sizes."""
     gemm, sums, columns = tiles.second if second else tiles.first, sizes.K, sizes.N
     most = shape.max_tiles(tiles.block_m) * triton.cdiv(columns, gemm.block_n)
@@ -107,7 +107,7 @@ def _prepare(
     options = {"num_warps": gemm.num_warps, "num_stages": gemm.num_stages}
     if shape.decodes:
         options["maxnreg"] = _registers(gemm)
-    return RepeatedLaunch(
+    return Kernel(
         kernel,
         num_programs(shape.device, gemm.programs_per_sm, most),
         settings=settings,
@@ -224,14 +224,14 @@ class TritonGemms:
             pieces["packed_scale"] = (rows,), torch.float32
         return pieces
 
-    def gather(self, shape: CallShape, tiles: ExpertTiles) -> RepeatedLaunch | None:
+    def gather(self, shape: CallShape, tiles: ExpertTiles) -> Kernel | None:
         """`_prepare_rows_kernel`, for weights that are decoded in registers. Local."""
         width = ready_width(shape, tiles)
         if not width:
             return None
         stored, columns = shape.scheme.payload, max(tiles.first.block_k, PREPARED_COLUMNS)
         pieces = shape.max_tiles(tiles.block_m) * (tiles.block_m // _PREPARED_ROWS) * (width // columns)
-        return RepeatedLaunch(
+        return Kernel(
             _prepare_rows_kernel,
             num_programs(shape.device, _PREPARES_PER_SM, pieces),
             settings=(shape.hidden, shape.x_stride, shape.scale_height, *shape.scale_strides),

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ep_moe.kernel_launch.allocation import Workspace
-from ep_moe.kernel_launch.cuda_driver import DriverLaunch, DriverSequence
-from ep_moe.kernel_launch.repeated import Repeat
+from ep_moe.kernel_launch.cuda_driver import Launches
+from ep_moe.kernel_launch.kernel import Run
 
 Pieces = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # of a workspace, name -> shape and dtype
 
@@ -18,7 +18,7 @@ class LaunchSequence:
     """A sequence of launches for calls of one kind: the first calls pass tensors, later ones addresses.
 
     Args:
-        launches: kernels (a `RepeatedLaunch`, or what is called and repeated as one), with the names of their tensors
+        launches: kernels (a `Kernel`, or what is called and repeated as one), with the names of their tensors
             in groups as they take them. A name that is unknown stands for an absent tensor, as None does; integers,
             which only `load` reads, are numbers that are the same in all calls.
         given: names of the caller's tensors, in the order of their addresses.
@@ -78,10 +78,11 @@ class LaunchSequence:
         positions = {name: position for position, name in enumerate(names)}
         positions |= {alias: positions[name] for alias, (name, _) in self.aliases.items() if name in positions}
         numbers: list[int] = []
-        launches = [(kernel.repeat, _flat(groups, positions, len(names), numbers)) for kernel, groups in self.launches]
-        if all(repeat is not None for repeat, _ in launches):
+        places = [_flat(groups, positions, len(names), numbers) for _, groups in self.launches]
+        if all(kernel.run is not None for kernel, _ in self.launches):
             self._placed = (0, [])
-            self._numbers, self.loaded = numbers, _in_a_row(launches, len(names) + len(numbers))
+            kernels = [kernel for kernel, _ in self.launches]
+            self._numbers, self.loaded = numbers, _together(kernels, places, len(names) + len(numbers))
         return self.loaded is not None
 
     def repeat(self, addresses: list[int], fixed: list[int] | None = None) -> torch.Tensor | None:
@@ -130,14 +131,17 @@ def joined(
     return LaunchSequence([*all_launches, *launches], given, all_pieces, device, aliases=aliases)
 
 
-def _in_a_row(launches: Sequence[tuple[Repeat, Sequence[int]]], num_values: int) -> Callable[[Sequence[int]], None]:
-    """A function that launches all with the values of a call; each launch has the positions of its own."""
-    if any(isinstance(repeat, DriverLaunch) for repeat, _ in launches):
-        return DriverSequence(launches, num_values)
+def _together(kernels: Sequence[Any], places: Sequence[Sequence[int]], num_values: int) -> Run:
+    """A function that launches all with the values of a call; `places` are the positions of those of each kernel."""
+    if all(kernel.driver is not None for kernel in kernels):
+        return Launches(
+            [(kernel.driver, of_kernel) for kernel, of_kernel in zip(kernels, places, strict=True)], num_values
+        )
+    runs = [kernel.run for kernel in kernels]
 
     def one_by_one(values: Sequence[int]) -> None:
-        for repeat, positions in launches:
-            repeat([values[place] for place in positions])
+        for run, of_kernel in zip(runs, places, strict=True):
+            run([values[place] for place in of_kernel])
 
     return one_by_one
 

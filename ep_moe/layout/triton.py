@@ -14,7 +14,7 @@ import torch
 import triton
 
 from ep_moe.config import Layout
-from ep_moe.kernel_launch.repeated import RepeatedLaunch
+from ep_moe.kernel_launch.kernel import Kernel
 from ep_moe.kernels.rows.permute import (
     Ids,
     ScaleGroups,
@@ -81,12 +81,12 @@ def merge_launch(
     strides: tuple[int, int],
     ids_dtype: torch.dtype,
     device: torch.device,
-) -> RepeatedLaunch:
+) -> Kernel:
     """The launch of `merge_repeats` for experts [own[0], own[1]); of calls with ids of this dtype."""
     del ids_dtype  # Triton reads it off the tensors of the first call
     columns = triton.next_power_of_2(num_topk)
     tokens = max(_MERGE_IDS // columns, 1)
-    return RepeatedLaunch(
+    return Kernel(
         _merge_repeats_kernel,
         triton.cdiv(num_tokens, tokens),
         settings=(num_tokens, *own, *strides),
@@ -128,9 +128,7 @@ def _count_rows(ids: torch.Tensor, frame: Frame) -> _Places:
     return places
 
 
-def count_launches(
-    num_tokens: int, num_topk: int, frame: Frame, device: torch.device
-) -> tuple[RepeatedLaunch, RepeatedLaunch]:
+def count_launches(num_tokens: int, num_topk: int, frame: Frame, device: torch.device) -> tuple[Kernel, Kernel]:
     """The launches of `_count_rows`: one takes ids and counts, the other counts, counts of experts, and starts."""
     placed = frame.height, frame.alignment, frame.layout
     return _count_launches((num_tokens, num_topk), frame.num_local_experts, placed, _SUMMED_COUNTS, device)
@@ -143,10 +141,10 @@ def _count_launches(
     placed: tuple[int, int, Layout],
     summed_counts: int,
     device: torch.device,
-) -> tuple[RepeatedLaunch, RepeatedLaunch]:
+) -> tuple[Kernel, Kernel]:
     (num_tokens, num_topk), (height, alignment, layout) = ids_shape, placed
     blocks, padded = triton.cdiv(num_tokens, block_tokens(num_topk)), triton.next_power_of_2(experts)
-    count = RepeatedLaunch(
+    count = Kernel(
         _count_rows_kernel,
         (blocks, triton.cdiv(experts, _COUNTED_EXPERTS)),
         settings=(num_tokens,),
@@ -154,7 +152,7 @@ def _count_launches(
         options={},
         device=device,
     )
-    add = RepeatedLaunch(
+    add = Kernel(
         _sum_counts_kernel,
         1,
         settings=(blocks, height, alignment),
@@ -213,12 +211,12 @@ class PlaceShape(NamedTuple):
         }
 
 
-def prepare_merge_and_place(shape: PlaceShape, device: torch.device) -> RepeatedLaunch:
+def prepare_merge_and_place(shape: PlaceShape, device: torch.device) -> Kernel:
     """Prepare `merge_repeats` and `_count_rows` of a few blocks of tokens as one launch.
 
     It takes ids and weights, local ids and weights, counts before each block, counts of experts, and starts.
     """
-    return RepeatedLaunch(
+    return Kernel(
         _merge_and_place_kernel,
         1,
         settings=shape.settings,
@@ -370,7 +368,7 @@ class CopyShape(NamedTuple):
 
 
 @functools.lru_cache(maxsize=_MOST_LAUNCHES)
-def copy_launch(shape: CopyShape, scale_dtype: torch.dtype | None, device: torch.device) -> RepeatedLaunch:
+def copy_launch(shape: CopyShape, scale_dtype: torch.dtype | None, device: torch.device) -> Kernel:
     """The launch that copies rows of this shape, with scales of this dtype as bytes.
 
     It takes ids, counts before each block, starts, rows as words, scales as bytes, token_to_row, row_index, rows as
@@ -379,7 +377,7 @@ def copy_launch(shape: CopyShape, scale_dtype: torch.dtype | None, device: torch
     del scale_dtype  # Triton reads it off the tensors of the first call
     words, num_warps = copy_block(shape.row_words)
     groups = triton.next_power_of_2(max(shape.groups, 1))
-    return RepeatedLaunch(
+    return Kernel(
         _pack_rows_kernel,
         (shape.num_tokens, triton.cdiv(shape.row_words, words) if shape.copied else 1),
         settings=(shape.height, shape.out_rows, *shape.strides),
@@ -400,7 +398,7 @@ def _sum_launch(
     strides: tuple[int, int],
     dtypes: tuple[torch.dtype | None, ...],
     device: torch.device,
-) -> RepeatedLaunch:
+) -> Kernel:
     """The launch of `weighted_sum`, for y, weights, shared and out of these dtypes; None for those that are absent."""
     del dtypes  # Triton reads them off the tensors of the first call
     return prepare_weighted_sum(summed, hidden, device, shared_stride=strides[0], out_stride=strides[1])
@@ -408,11 +406,11 @@ def _sum_launch(
 
 def prepare_weighted_sum(
     summed: torch.Size, hidden: int, device: torch.device, *, shared_stride: int = 0, out_stride: int
-) -> RepeatedLaunch:
+) -> Kernel:
     """Prepare `weighted_sum` for a token_to_row of this shape; it takes y, token_to_row, weights, shared and out."""
     num_tokens, num_topk = summed
     block = min(max(triton.next_power_of_2(hidden), 32 * _SUMMED_BY_THREAD), 128 * _SUMMED_BY_THREAD)
-    return RepeatedLaunch(
+    return Kernel(
         _weighted_sum_kernel,
         (num_tokens, triton.cdiv(hidden, block)),
         settings=(shared_stride, out_stride),

@@ -9,7 +9,7 @@ import torch
 
 from ep_moe.experts import Experts
 from ep_moe.experts.kernels import KernelExperts, RepeatedCall
-from ep_moe.kernel_launch.repeated import RepeatedLaunch
+from ep_moe.kernel_launch.kernel import Kernel
 from ep_moe.kernel_launch.sequence import LaunchSequence, joined
 from ep_moe.local_moe.routed import PLACED, QUANTIZED, RoutedPacking
 from ep_moe.local_moe.start import NAMES, NAMES_ALONE, start_launch
@@ -65,7 +65,7 @@ def repeated_experts(experts: Experts, signature: object, weights: ExpertWeights
 def join(
     packing: RoutedPacking,
     call: RepeatedCall,
-    summed: RepeatedLaunch,
+    summed: Kernel,
     tensors: Sequence[torch.Tensor],
     routing: LaunchSequence | None = None,
 ) -> LaunchSequence | None:
@@ -110,7 +110,7 @@ def join(
         {"y": (call.y_shape, call.dtype)},
         packing.device,
     )
-    if start is not None and not start.loaded:
+    if start is not None and start.run is None:
         if packing.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return None
         named = {f"{prefix}:{name}": tensor for name, tensor in zip(given, tensors, strict=True)}

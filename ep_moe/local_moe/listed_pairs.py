@@ -6,7 +6,7 @@ Letters: T tokens, H hidden, P pairs, M places of a list, E experts.
 import torch
 import triton
 
-from ep_moe.kernel_launch.repeated import RepeatedLaunch
+from ep_moe.kernel_launch.kernel import Kernel
 from ep_moe.kernel_launch.sequence import LaunchSequence
 from ep_moe.kernels.local.pairs import _fill_pairs_kernel, _ragged_pairs_kernel, _sorted_pairs_kernel
 from ep_moe.local_moe.pair_rows import pair_copies
@@ -27,7 +27,7 @@ def sorted_pairs(num_pairs: int, num_places: int, height: int, device: torch.dev
     Local; nothing is launched.
     """
     pieces = {"ids": ((num_pairs,), torch.int32), "listed": ((num_pairs,), torch.uint8)}
-    list_them = RepeatedLaunch(
+    list_them = Kernel(
         _sorted_pairs_kernel,
         triton.cdiv(num_places, _BLOCK),
         settings=(num_places, num_pairs),
@@ -58,7 +58,7 @@ def ragged_pairs(
     (num_tokens, hidden), device = x.shape, x.device
     experts = triton.next_power_of_2(num_experts)
     block = min(max(_COMPARISONS // experts, 16), 256)
-    list_them = RepeatedLaunch(
+    list_them = Kernel(
         _ragged_pairs_kernel,
         triton.cdiv(num_pairs, block),
         settings=(num_pairs, num_tokens),
@@ -86,8 +86,8 @@ def ragged_pairs(
     return LaunchSequence(launches, ("x", *(name for name in names if name is not None)), pieces, device)
 
 
-def _fill(num_pairs: int, device: torch.device) -> RepeatedLaunch:
-    return RepeatedLaunch(
+def _fill(num_pairs: int, device: torch.device) -> Kernel:
+    return Kernel(
         _fill_pairs_kernel,
         triton.cdiv(num_pairs, _BLOCK),
         settings=(num_pairs,),

@@ -8,7 +8,7 @@ import functools
 import torch
 import triton
 
-from ep_moe.kernel_launch.repeated import RepeatedLaunch
+from ep_moe.kernel_launch.kernel import Kernel
 from ep_moe.kernel_launch.sequence import LaunchSequence
 from ep_moe.kernels.local.pairs import _pair_rows_kernel
 
@@ -57,10 +57,10 @@ def pair_copies(
     *,
     on_input: bool,
     factor: float,
-) -> RepeatedLaunch:
+) -> Kernel:
     """The launch of `pair_rows`, over tokens, perhaps the token of each pair, ids and weights, and what it writes."""
     block = min(triton.next_power_of_2(hidden), _COLUMNS)
-    return RepeatedLaunch(
+    return Kernel(
         _pair_rows_kernel,
         (num_tokens, triton.cdiv(hidden, block)),
         settings=(*strides, factor),

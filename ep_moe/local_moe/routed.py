@@ -8,7 +8,7 @@ import triton
 
 from ep_moe.config import Layout
 from ep_moe.kernel_launch.allocation import allocator
-from ep_moe.kernel_launch.repeated import RepeatedLaunch
+from ep_moe.kernel_launch.kernel import Kernel
 from ep_moe.kernel_launch.sequence import LaunchSequence
 from ep_moe.layout.base import Batched, BatchTemplate, Compact, ExpertBatch, PackingSizes, TokenRows, packable
 from ep_moe.layout.frame import Frame, make_frame
@@ -61,7 +61,7 @@ class RoutedPacking:
         whole = sizes.static or sizes.scheme.payload.granularity == "tensor"
         self._number = self._quantizes and whole  # quantization takes a number, `largest_or_scale`
         self._pieces: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        self._launches: list[tuple[RepeatedLaunch, tuple[str | None, ...]]] = []
+        self._launches: list[tuple[Kernel, tuple[str | None, ...]]] = []
         self.placing: PlaceShape | None = None
         self.quantizing: QuantizeShape | None = None
         source = "tokens"
@@ -104,7 +104,7 @@ class RoutedPacking:
         kind = Batched if sizes.layout is Layout.BATCHED else Compact
         self.template = BatchTemplate(kind, object(), fields, self.sequence.workspace)
         self.new_result = allocator((self._summed[0], self._hidden), (self._hidden, 1), sizes.dtype, self.device)
-        self._sums: dict[object, RepeatedLaunch] = {}
+        self._sums: dict[object, Kernel] = {}
 
     def _quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Add the launch that quantizes; returns the values and scales as meta tensors."""
@@ -185,7 +185,7 @@ class RoutedPacking:
         assert batch.memory is not None
         return self.sequence.workspace.view(batch.memory, name)
 
-    def sum_launch(self, dtype: torch.dtype, out: torch.Tensor | None) -> RepeatedLaunch | None:
+    def sum_launch(self, dtype: torch.dtype, out: torch.Tensor | None) -> Kernel | None:
         """The launch of earlier `weighted_sum`s of contiguous y in this dtype, into outputs like this one. Local."""
         return self._sums.get(_sum_key(dtype, True, out))
 
@@ -199,9 +199,9 @@ class RoutedPacking:
         launch, memory = self._sums.get(key), batch.memory
         assert memory is not None
         offset_of, y_address, address = self.sequence.workspace.offset_of, y.data_ptr(), target.data_ptr()
-        if launch is not None and launch.repeat is not None and not (y_address | address) & 15:
+        if launch is not None and launch.run is not None and not (y_address | address) & 15:
             base = memory.data_ptr()
-            launch.repeat((y_address, base + offset_of("token_to_row"), base + offset_of("topk_weights"), address))
+            launch.run((y_address, base + offset_of("token_to_row"), base + offset_of("topk_weights"), address))
             return target
         rows, weights = (self.view(batch, name).view(self._summed) for name in ("token_to_row", "topk_weights"))
         fits = target.shape == (self._summed[0], self._hidden) and target.device == self.device

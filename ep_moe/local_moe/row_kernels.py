@@ -18,7 +18,7 @@ from ep_moe.experts.prepared import choose_backend
 from ep_moe.experts.requantize import prepare_tile_list
 from ep_moe.experts.triton import TritonGemms
 from ep_moe.experts.tuning import ExpertTiles
-from ep_moe.kernel_launch.repeated import RepeatedLaunch
+from ep_moe.kernel_launch.kernel import Kernel
 from ep_moe.kernel_launch.sequence import LaunchSequence
 from ep_moe.kernels.gemm.arguments import ExpertScalars, Operands, Rows, Stored, TileList
 from ep_moe.kernels.local.zero import _zero_rows_kernel
@@ -66,9 +66,9 @@ def _sequence(shape: CallShape, tiles: ExpertTiles | None, given: tuple[str, ...
     return LaunchSequence(launches, given, pieces, shape.device)
 
 
-def _zero_launch(num_flags: int, columns: int, device: torch.device) -> RepeatedLaunch:
+def _zero_launch(num_flags: int, columns: int, device: torch.device) -> Kernel:
     """The launch that makes rows of a matrix zeros whose flag says so."""
-    return RepeatedLaunch(
+    return Kernel(
         _zero_rows_kernel,
         num_programs(device, _ZERO_PROGRAMS_PER_SM, num_flags),
         settings=(num_flags, columns),

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ep_moe.kernel_launch.repeated import RepeatedLaunch
+from ep_moe.kernel_launch.kernel import Kernel
 from ep_moe.kernels.gemm.arguments import TileList
 from ep_moe.kernels.local.start import Placed, Quantizing, _start_call_kernel
 from ep_moe.layout.triton import PlaceShape
@@ -27,7 +27,7 @@ def start_launch(
     row_tiles: tuple[int, int],
     ids_dtype: torch.dtype,
     device: torch.device,
-) -> RepeatedLaunch:
+) -> Kernel:
     """The launch for routing, tokens and row tiles of these shapes; it takes tensors as `NAMES` says.
 
     Args: row_tiles: as of `PreparedCall`. ids_dtype: of the routing. Local; nothing is launched.
@@ -39,7 +39,7 @@ def start_launch(
         kernel = QuantizeKernel.of(quantizing)
         programs, num_warps, stride = 1 + kernel.programs, max(kernel.num_warps, num_warps), quantizing.stride
         constants = {name: getattr(kernel, name) for name in _NOTHING}
-    return RepeatedLaunch(
+    return Kernel(
         _start_call_kernel,
         programs,
         settings=(*placing.settings, max_tiles, stride),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ep_moe.kernel_launch.repeated import RepeatedLaunch
+from ep_moe.kernel_launch.kernel import Kernel
 from ep_moe.kernel_launch.sequence import LaunchSequence
 from ep_moe.kernels.rows.quantize import Groups, MicroTile, _quantize_micro_rows_kernel, _quantize_rows_kernel
 from ep_moe.quant.base import TensorFormat, as_bytes
@@ -96,7 +96,7 @@ class QuantizeKernel(NamedTuple):
 
 
 @functools.lru_cache(maxsize=_MOST_LAUNCHES)
-def quantize_launch(shape: QuantizeShape, device: torch.device) -> RepeatedLaunch:
+def quantize_launch(shape: QuantizeShape, device: torch.device) -> Kernel:
     """The launch of calls of this shape.
 
     It takes x, `largest_or_scale`, values, and scales [G, T] as bytes if they have one byte.
@@ -105,7 +105,7 @@ def quantize_launch(shape: QuantizeShape, device: torch.device) -> RepeatedLaunc
     constants: dict[str, Any] = {"TILE": kernel.GROUPS}
     if not kernel.MICRO:
         constants = {name: getattr(kernel, name) for name in ("GROUPS", "SCALE", "POWER_OF_TWO")}
-    return RepeatedLaunch(
+    return Kernel(
         _quantize_micro_rows_kernel if kernel.MICRO else _quantize_rows_kernel,
         kernel.programs,
         settings=(shape.num_tokens, shape.stride),

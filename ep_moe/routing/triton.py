@@ -12,7 +12,7 @@ import triton
 
 from ep_moe.config import RoutingConfig, RoutingMethod
 from ep_moe.kernel_launch.allocation import allocator
-from ep_moe.kernel_launch.repeated import Repeat, RepeatedLaunch
+from ep_moe.kernel_launch.kernel import Kernel, Run
 from ep_moe.kernel_launch.sequence import LaunchSequence
 from ep_moe.kernels.route import Chosen, Method, Scores, _map_ids_kernel, _route_kernel
 from ep_moe.placement import Placement
@@ -42,7 +42,7 @@ def _kernel_of(
     mapped: bool,
     replay: bool,
     alignment: int,
-) -> RepeatedLaunch:
+) -> Kernel:
     """The kernel of calls with these settings. All that depends on them and not on the tensors is found here, once.
 
     Pointers need only `alignment`: the kernel is not specialized by theirs. `dtypes` are those of logits, bias and
@@ -76,7 +76,7 @@ def _kernel_of(
         ROUNDED=str(weights_dtype).removeprefix("torch."),
     )
     options = {"num_warps": 1}
-    return RepeatedLaunch(_route_kernel, programs, constants={"METHOD": constants}, options=options, device=device)
+    return Kernel(_route_kernel, programs, constants={"METHOD": constants}, options=options, device=device)
 
 
 def _programs_for(count: int) -> int:
@@ -130,7 +130,7 @@ class _Plan:
         self.numbers = self.num_tokens, logits.stride(0), config.num_topk, 1
         self.signature = torch.Size(shape), torch.int32, logits.device
         self.starts = _VECTOR_BYTES | logits.stride(0) * logits.element_size()
-        self.repeats: dict[int, Repeat] = {}
+        self.repeats: dict[int, Run] = {}
         self.sequence: LaunchSequence | None = None
 
     def launch(self, logits: torch.Tensor, bias: torch.Tensor | None, chosen: Chosen) -> None:
@@ -155,12 +155,12 @@ class _Plan:
             chosen = chosen._replace(replay_ptr=chosen.ids_ptr)
         scores = Scores(logits, logits if bias is None else bias, logits if self._physical is None else self._physical)
         _launch(launch, (scores, chosen), (self.num_tokens, stride, *chosen.replay_ptr.stride()))
-        if launch.repeat is not None and self.in_place and not replay:
-            self.repeats[alignment] = launch.repeat
+        if launch.run is not None and self.in_place and not replay:
+            self.repeats[alignment] = launch.run
             if alignment == self.starts & -self.starts and self._physical is None:
                 self.sequence = self._as_sequence(launch, biased=bias is not None)
 
-    def _as_sequence(self, launch: RepeatedLaunch, *, biased: bool) -> LaunchSequence:
+    def _as_sequence(self, launch: Kernel, *, biased: bool) -> LaunchSequence:
         """A loaded launch, whose workspace has "ids" [T, K] int32 and "weights" [T, K] float32."""
         shape = self.num_tokens, self._config.num_topk
         pieces = {"ids": (shape, torch.int32), "weights": (shape, torch.float32)}
@@ -246,15 +246,15 @@ def loaded_sequence(
     return None if plan is None else plan.sequence
 
 
-def _launch(launch: RepeatedLaunch, tensors: tuple[tuple[torch.Tensor, ...], ...], numbers: tuple[int, ...]) -> None:
+def _launch(launch: Kernel, tensors: tuple[tuple[torch.Tensor, ...], ...], numbers: tuple[int, ...]) -> None:
     """Launch a kernel that is not specialized by the alignment of its pointers."""
-    if launch.repeat is None:
+    if launch.run is None:
         if not tensors[0][0].is_cuda:
             launch.through_triton(tensors, numbers)
             return
         launch.load(tensors, numbers)
-        assert launch.repeat is not None
-    launch.repeat([*(tensor.data_ptr() for group in tensors for tensor in group), *numbers])
+        assert launch.run is not None
+    launch.run([*(tensor.data_ptr() for group in tensors for tensor in group), *numbers])
 
 
 @functools.lru_cache(maxsize=_MOST_KERNELS)
@@ -265,11 +265,11 @@ def _map_kernel_of(
     programs: int,
     device: torch.device,
     ids_dtype: torch.dtype,
-) -> RepeatedLaunch:
+) -> Kernel:
     """The kernel of `to_physical`; see `_kernel_of`."""
     del ids_dtype
     constants = {"K": num_topk, "E": num_mapped, "ADDED": added, "BLOCK": _MAPPED_IDS}
-    return RepeatedLaunch(_map_ids_kernel, programs, constants=constants, options={}, device=device)
+    return Kernel(_map_ids_kernel, programs, constants=constants, options={}, device=device)
 
 
 def to_physical(topk_ids: torch.Tensor, placement: Placement) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ep_moe.kernel_launch.repeated import RepeatedLaunch
+from ep_moe.kernel_launch.kernel import Kernel
 from ep_moe.kernel_launch.sequence import LaunchSequence
 from ep_moe.layout.base import packable
 from ep_moe.local_moe import calls
@@ -42,16 +42,16 @@ def without_memory(arguments: Any) -> Any:
 @pytest.fixture
 def repeats(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Launches are repeated with addresses, as on a GPU; returns the number of launches of each repeated sequence."""
-    run, repeat, found = RepeatedLaunch.through_triton, LaunchSequence.repeat, list[int]()
+    run, repeat, found = Kernel.through_triton, LaunchSequence.repeat, list[int]()
 
-    def through_triton(self: RepeatedLaunch, tensors: Any, numbers: tuple[int, ...] = ()) -> None:
+    def through_triton(self: Kernel, tensors: Any, numbers: tuple[int, ...] = ()) -> None:
         run(self, tensors, numbers)
         kinds = without_memory(tensors)
 
         def again(values: Sequence[int]) -> None:
             run(self, *rebuilt((kinds, numbers), iter(values)))
 
-        self.repeat = again
+        self.run = again
 
     def counted(self: LaunchSequence, addresses: list[int], fixed: list[int] | None = None) -> torch.Tensor | None:
         memory = repeat(self, addresses, fixed)
@@ -63,7 +63,7 @@ def repeats(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         given = x, routing.topk_ids, routing.topk_weights, sizes
         return RoutedPacking(*given) if packable(*given) else None
 
-    monkeypatch.setattr(RepeatedLaunch, "through_triton", through_triton)
+    monkeypatch.setattr(Kernel, "through_triton", through_triton)
     monkeypatch.setattr(LaunchSequence, "repeat", counted)
     monkeypatch.setattr(calls, "_new_packing", new_packing)
     calls._kinds.cache_clear()

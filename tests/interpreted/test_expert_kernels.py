@@ -38,8 +38,7 @@ from ep_moe.experts.requantize import prepare_tile_list
 from ep_moe.experts.tile_tables import default_table, table_name
 from ep_moe.experts.triton import TritonGemms
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles, fit_stages
-from ep_moe.kernel_launch.constants import as_constants
-from ep_moe.kernel_launch.repeated import present
+from ep_moe.kernel_launch.kernel import as_constants, present
 from ep_moe.kernels.gemm.arguments import RowGroups, Rows, Stored, TileList
 from ep_moe.kernels.gemm.requantize import _expert_amax_kernel
 from ep_moe.layout import ExpertBatch, Flat

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ep_moe.config import Layout
-from ep_moe.kernel_launch.repeated import present
+from ep_moe.kernel_launch.kernel import present
 from ep_moe.layout import Packed, TokenRows, reference, triton
 from ep_moe.layout.base import PackingSizes
 from ep_moe.local_moe.routed import RoutedPacking

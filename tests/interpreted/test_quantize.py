@@ -9,7 +9,7 @@ import torch
 
 from ep_moe.config import ActivationConfig
 from ep_moe.experts import ReferenceExperts, create_experts
-from ep_moe.kernel_launch.constants import as_constants
+from ep_moe.kernel_launch.kernel import as_constants
 from ep_moe.kernels.gemm.arguments import RowGroups, Rows, Stored, TileList
 from ep_moe.kernels.gemm.requantize import _requantize_kernel, _requantize_nvfp4_kernel
 from ep_moe.layout import Compact

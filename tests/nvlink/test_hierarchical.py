@@ -5,7 +5,7 @@ from unittest import mock
 
 from ep_moe.config import TransportConfig
 from ep_moe.group import EPGroup
-from ep_moe.kernel_launch.repeated import RepeatedLaunch, Tensors, present
+from ep_moe.kernel_launch.kernel import Kernel, Tensors, present
 from ep_moe.placement import Placement
 from ep_moe.testing import TransportCase, check_round
 from ep_moe.testing.transports import check_abandon, check_sit_out
@@ -52,7 +52,7 @@ class Recorder:
     def __init__(self) -> None:
         self.found: set[tuple[object, ...]] = set()
 
-    def note(self, kernel: RepeatedLaunch, tensors: Tensors) -> None:
+    def note(self, kernel: Kernel, tensors: Tensors) -> None:
         """Add a launch of an exchange."""
         name = kernel._kernel.__name__
         if name in ("_dispatch_kernel", "_combine_kernel"):
@@ -63,9 +63,9 @@ class Recorder:
 def check_warmed(group: EPGroup) -> list[str]:
     """Kernels that rounds inside the node launch, and that a warm-up of their kinds would not have compiled."""
     launched, warmed, missing = Recorder(), Recorder(), []
-    through_triton = RepeatedLaunch.through_triton
+    through_triton = Kernel.through_triton
 
-    def launch_and_note(self: RepeatedLaunch, tensors: Tensors, numbers: tuple[int, ...] = ()) -> None:
+    def launch_and_note(self: Kernel, tensors: Tensors, numbers: tuple[int, ...] = ()) -> None:
         launched.note(self, tensors)
         through_triton(self, tensors, numbers)
 
@@ -73,7 +73,7 @@ def check_warmed(group: EPGroup) -> list[str]:
         case = TransportCase(name=scheme, tokens=(3, 1) * 2, scheme=scheme, hidden=64, num_topk=3)
         config = dataclasses.replace(case.config, ranks_per_node=2, chunk_rows=40)
         transport = HierarchicalTransport(group, case.make_placement(), config, inside="nvlink")
-        with mock.patch.object(RepeatedLaunch, "through_triton", launch_and_note):
+        with mock.patch.object(Kernel, "through_triton", launch_and_note):
             check_round(transport, case, group.device)
         inner = transport._relay._inner
         with mock.patch.object(inner, "warmup") as warm:

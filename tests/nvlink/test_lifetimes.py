@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ep_moe.config import GroupConfig, Layout, MoEConfig, TransportConfig
 from ep_moe.group import EPGroup
 from ep_moe.kernel_launch.allocation import Workspace
-from ep_moe.kernel_launch.repeated import RepeatedLaunch, present
+from ep_moe.kernel_launch.kernel import Kernel, present
 from ep_moe.launch import RankFailedError
 from ep_moe.layer import ExpertParallelMoE
 from ep_moe.layout import Flat
@@ -132,13 +132,13 @@ class SameMemory(Workspace):
 @pytest.mark.parametrize("layout", list(Layout))
 def test_a_repeated_round_passes_the_addresses_of_a_first(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     first: list[list[int]] = []
-    launch = RepeatedLaunch.__call__
+    launch = Kernel.__call__
 
-    def recorded(kernel: RepeatedLaunch, tensors: tuple[Any, ...], numbers: tuple[int, ...] = ()) -> None:
+    def recorded(kernel: Kernel, tensors: tuple[Any, ...], numbers: tuple[int, ...] = ()) -> None:
         first.append([*(tensor.data_ptr() for tensor in present(tensors)), *numbers])
         launch(kernel, tensors, numbers)
 
-    monkeypatch.setattr(RepeatedLaunch, "__call__", recorded)
+    monkeypatch.setattr(Kernel, "__call__", recorded)
     with EPGroup.single("cpu") as group:
         config = TransportConfig(hidden=256, max_tokens_per_rank=4, max_topk=2, dtype=torch.bfloat16)
         transport = NvlinkTransport(group, Placement.linear(4, 1), config)

@@ -6,8 +6,7 @@ weights.
 
 import functools
 import math
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +20,8 @@ from ep_moe.experts.hopper.shapes import BLOCK, CAPABILITY, LEAST_ROWS, STEP_BYT
 from ep_moe.experts.launching import num_programs
 from ep_moe.experts.tile_tables import log_once
 from ep_moe.experts.tuning import HOPPER_TILES, ExpertTiles
-from ep_moe.kernel_launch.repeated import Repeat, RepeatedLaunch, present
+from ep_moe.kernel_launch.cuda_driver import DriverKernel
+from ep_moe.kernel_launch.kernel import Kernel, Run, present
 from ep_moe.kernels.gemm.arguments import (
     Codes,
     Epilogue,
@@ -77,7 +77,7 @@ class _HopperGemm:
         self._tma_scales = constants_of["SCALES"].X == "group" and not pipeline.COPIED_SCALES
         self._block_k, self._interleaved = pipeline.BLOCK_K, constants_of["EPILOGUE"].ALTERNATING
         self._new_launch = functools.partial(
-            RepeatedLaunch,
+            Kernel,
             _hopper_gemm_kernel,
             num_programs(shape.device, 1, shape.max_tiles(BLOCK_M.value) * column_tiles),
             settings=settings,
@@ -86,7 +86,8 @@ class _HopperGemm:
         )
         self._options = {"num_warps": 4, "maxnreg": _MAXNREG}
         self._launch = self._new_launch(options=self._options | {"launch_pdl": True})
-        self.repeat: Repeat | None = None
+        self.run: Run | None = None
+        self.driver: DriverKernel | None = None
 
     def _arranged(self, tensors: tuple[Any, ...], describe: Callable[[str, Any], Any]) -> tuple[Any, ...]:
         """The kernel's arguments from those of a `GroupedGemm`; `describe` makes descriptors."""
@@ -128,15 +129,12 @@ class _HopperGemm:
                 out.data.copy_(aligned[1].data)
             return
         self._launch(self._arranged(tensors, self._describe))
-        inner = self._launch.repeat
-        if inner is not None and self.repeat is None:
+        inner = self._launch
+        if inner.run is not None and self.run is None:
             places = _nested(tensors, iter(range(len(found))))
-            pick = operator.itemgetter(*present(self._arranged(places, lambda name, place: place)))
-
-            def repeat(addresses: Sequence[int]) -> None:
-                inner(pick(addresses))
-
-            self.repeat = repeat
+            order = present(self._arranged(places, lambda name, place: place))
+            self.driver = None if inner.driver is None else inner.driver.reordered(order)
+            self.run = lambda addresses: inner.run([addresses[place] for place in order])
 
 
 def _nested(tensors: Any, values: Any) -> Any:
@@ -204,13 +202,13 @@ class HopperGemms:
                 pieces["packed_scale"] = (payload.num_groups(shape.hidden), rows), torch.float32
         return pieces
 
-    def gather(self, shape: CallShape, tiles: ExpertTiles) -> RepeatedLaunch | None:
+    def gather(self, shape: CallShape, tiles: ExpertTiles) -> Kernel | None:
         """The kernel that gathers rows into the order of the tile list; None if they are neighbors. Local."""
         if not shape.gathered:
             return None
         groups = shape.scheme.payload.num_groups(shape.hidden)
         rows, block = shape.max_tiles(tiles.block_m) * tiles.block_m, _GATHERED_BYTES // shape.row_dtype.itemsize
-        return RepeatedLaunch(
+        return Kernel(
             _gather_rows_kernel,
             num_programs(shape.device, _GATHERS_PER_SM, rows // _GATHERED_ROWS),
             settings=(shape.hidden, shape.x_stride, shape.scale_height, *shape.scale_strides, rows),

@@ -9,7 +9,7 @@ import torch
 import triton
 
 from ep_moe.config import ALIGNMENT, Layout
-from ep_moe.kernel_launch.repeated import RepeatedLaunch
+from ep_moe.kernel_launch.kernel import Kernel
 from ep_moe.kernels.exchange.combine import _combine_kernel
 from ep_moe.kernels.exchange.combine_send import Combining, Results
 from ep_moe.tensors import aligned
@@ -57,17 +57,17 @@ class CombineLauncher:
         results = Results(unused if y is None else aligned(y), unused if shared is None else shared, target)
         shared_stride = 0 if shared is None else shared.stride(0) // ALIGNMENT
         self._launch(kernel, results, (shared_stride, target.stride(0) // ALIGNMENT))
-        if send and y is not None and kernel.repeat is not None:
-            plan.repeated_combines[slot, None if shared is None else shared.dtype] = kernel.repeat
+        if send and y is not None and kernel.run is not None:
+            plan.repeated_combines[slot, None if shared is None else shared.dtype] = kernel.run
         return target if out is None or target is out else out.copy_(target)
 
-    def _launch(self, kernel: RepeatedLaunch, results: Results, strides: tuple[int, int]) -> None:
+    def _launch(self, kernel: Kernel, results: Results, strides: tuple[int, int]) -> None:
         """Launch a kernel, all of whose tensors are aligned to 16 bytes."""
         numbers = *strides, self._context.timeout_ns
-        if kernel.repeat is None:
+        if kernel.run is None:
             kernel((results,), numbers)
         else:
-            kernel.repeat([*map(torch.Tensor.data_ptr, results), *numbers])
+            kernel.run([*map(torch.Tensor.data_ptr, results), *numbers])
 
     def repeat(self, slot: int, plan: RoundPlan, y: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor | None:
         """`receive` with `send`, if its kernel is loaded and reads y and shared in place; else None. No host sync."""
@@ -87,7 +87,7 @@ class CombineLauncher:
 
     def kernel_of(
         self, slot: int, plan: RoundPlan, *, poisoned: bool, shared: torch.Tensor | None, send: bool, receive: bool
-    ) -> RepeatedLaunch:
+    ) -> Kernel:
         """The kernel of a combine or one half of it, for repeated launches."""
         key = (slot, poisoned, None if shared is None else shared.dtype, send, receive)
         kernel = plan.combines.get(key)
@@ -113,7 +113,7 @@ class CombineLauncher:
                 SHARED=shared is not None,
             )
             halves = context.halves(send=send, receive=receive)
-            kernel = plan.combines[key] = RepeatedLaunch(
+            kernel = plan.combines[key] = Kernel(
                 _combine_kernel,
                 senders + receivers,
                 fixed=(

@@ -12,7 +12,7 @@ import triton
 
 from ep_moe.config import Layout
 from ep_moe.kernel_launch.allocation import Workspace
-from ep_moe.kernel_launch.repeated import RepeatedLaunch
+from ep_moe.kernel_launch.kernel import Kernel
 from ep_moe.kernels.exchange.batch_rows import Batch
 from ep_moe.kernels.exchange.count_ids import _count_block_kernel, _sum_blocks_kernel
 from ep_moe.kernels.exchange.dispatch import _dispatch_kernel
@@ -84,11 +84,11 @@ class DispatchLauncher:
         """Launch the sending half; returns the inputs for `receive`. Local, no host sync."""
         inputs = self.inputs_of(plan, x, routing, num_tokens=num_tokens, tag=tag)
         kernel, numbers = self.kernel_of(slot, inputs, send=True, receive=False), self._numbers(inputs)
-        if kernel.repeat is None:
+        if kernel.run is None:
             kernel((inputs.tokens, self.no_batch), numbers)
         else:
             tokens = map(torch.Tensor.data_ptr, inputs.tokens)
-            kernel.repeat((*tokens, self._unused_address, self._unscaled_address, *numbers))
+            kernel.run((*tokens, self._unused_address, self._unscaled_address, *numbers))
         return inputs
 
     def receive(
@@ -102,14 +102,14 @@ class DispatchLauncher:
         kernel, received = self.kernel_of(slot, inputs, send=send, receive=True), self._received_of(plan, slot)
         memory = received.template.allocate() if memory is None else memory
         batch = received.template.batch(memory)
-        if kernel.repeat is None:  # in the dtypes that the kernel stores
+        if kernel.run is None:  # in the dtypes that the kernel stores
             scale = self._unscaled if batch.scale is None else as_bytes(batch.scale)
             kernel((inputs.tokens, Batch(as_bytes(batch.x).view(torch.int32), scale)), self._numbers(inputs))
         else:
             tokens = map(torch.Tensor.data_ptr, inputs.tokens)
-            kernel.repeat((*tokens, *received.addresses(memory), *self._numbers(inputs)))
-        if send and kernel.repeat is not None and plan.in_place and not inputs.refusal:
-            plan.repeated_dispatches[slot] = kernel.repeat, received
+            kernel.run((*tokens, *received.addresses(memory), *self._numbers(inputs)))
+        if send and kernel.run is not None and plan.in_place and not inputs.refusal:
+            plan.repeated_dispatches[slot] = kernel.run, received
         return batch
 
     def _numbers(self, inputs: RoundInputs) -> tuple[int, ...]:
@@ -255,7 +255,7 @@ class DispatchLauncher:
         )
         return counts, planned, planned_weights
 
-    def kernel_of(self, slot: int, inputs: RoundInputs, *, send: bool, receive: bool) -> RepeatedLaunch:
+    def kernel_of(self, slot: int, inputs: RoundInputs, *, send: bool, receive: bool) -> Kernel:
         """The kernel of a dispatch or one half of it, for repeated launches."""
         plan, key = inputs.plan, (slot, inputs.refusal, send, receive)
         kernel = plan.dispatches.get(key)
@@ -263,7 +263,7 @@ class DispatchLauncher:
             context, programs = self._context, plan.programs
             senders, receivers = programs.of(send=send, receive=receive)
             first_receiver = (plan.announcers + senders) * send
-            kernel = plan.dispatches[key] = RepeatedLaunch(
+            kernel = plan.dispatches[key] = Kernel(
                 _dispatch_kernel,
                 first_receiver + receivers,
                 fixed=(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import triton
 
-from ep_moe.kernel_launch.repeated import RepeatedLaunch, Tensors
+from ep_moe.kernel_launch.kernel import Kernel, Tensors
 from ep_moe.kernels.exchange.combine_send import Results
 from ep_moe.quant import Quantized, QuantScheme, as_bytes, get_scheme
 from ep_moe.routing import Routing
@@ -22,7 +22,7 @@ from ep_moe.transport.one_sided.round_plan import RoundPlans, distinct_sizes
 from ep_moe.transport.round_kind import RoundKind
 
 _MOST_COMPILERS = 8  # threads
-_Call = tuple[RepeatedLaunch, Tensors, tuple[int, ...]]
+_Call = tuple[Kernel, Tensors, tuple[int, ...]]
 
 
 def warm_up(

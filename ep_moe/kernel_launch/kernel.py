@@ -1,29 +1,30 @@
-"""A kernel that is launched repeatedly, with the arguments that its launches share."""
+"""A kernel with the arguments that its launches share: compiled, loaded, launched."""
 
 import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
+import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from ep_moe.kernel_launch.constants import as_constants
-from ep_moe.kernel_launch.cuda_driver import DriverLaunch, LaunchMismatchError
+from ep_moe.kernel_launch.cuda_driver import DriverKernel, Launches, LaunchMismatchError
 from ep_moe.kernel_launch.tensor_map import Address, address_of, is_descriptor
 
 Tensors = tuple[Any, ...]  # tensors, tuples of them, or descriptors of them; None for those that are absent
-Repeat = Callable[[Sequence[int]], None]  # launches with addresses and numbers in one sequence
+Run = Callable[[Sequence[int]], None]  # launches with addresses and numbers in one sequence
+Group = TypeVar("Group", bound=tuple[Any, ...])
 _log = logging.getLogger(__name__)
 
 
-class RepeatedLaunch:
+class Kernel:
     """The same kernel, grid and constants, launched with other tensors and numbers each time.
 
     On a GPU a launch skips Triton's front end and launcher: 24 us of host time instead of 76 for a dispatch, 12 instead
-    of 37 for a combine (`DriverLaunch`).
+    of 37 for a combine (`Launches`).
 
     Args:
         kernel: takes `fixed`, then tensors in tuples or one by one, or their descriptors one by one, then numbers, then
@@ -37,9 +38,10 @@ class RepeatedLaunch:
         device: of the tensors. On a CPU (the interpreter, or compilation alone) every launch goes through Triton.
 
     Attributes:
-        repeat: launches with the addresses of the tensors that are present and the numbers, in one sequence, once the
-            kernel is loaded; None before that. Addresses are aligned to 16 bytes, or the kernel is not specialized by
-            their alignment. On the current stream, no host sync.
+        run: launches with the addresses of the tensors that are present and the numbers, in one sequence, once the
+            kernel is loaded: from then on only addresses matter, not dtypes; None before that. Addresses are aligned
+            to 16 bytes, or the kernel is not specialized by their alignment. On the current stream, no host sync.
+        driver: the loaded kernel, for `Launches` of several; None if `run` goes through Triton's launcher.
     """
 
     def __init__(
@@ -62,12 +64,8 @@ class RepeatedLaunch:
             for name, value in constants.items()
         }
         self._options, self._device, self._prepare = options, device, prepare
-        self.repeat: Repeat | None = None
-
-    @property
-    def loaded(self) -> bool:
-        """Whether the kernel is loaded: from then on only the addresses of tensors matter, not their dtypes."""
-        return self.repeat is not None
+        self.run: Run | None = None
+        self.driver: DriverKernel | None = None
 
     def compile(self, tensors: Tensors, numbers: tuple[int, ...] = ()) -> Any:
         """Compile for arguments like these; returns Triton's CompiledKernel, which it keeps. Local."""
@@ -83,33 +81,32 @@ class RepeatedLaunch:
             if self._prepare is not None:
                 self._prepare(compiled)
         start = len(self._fixed)
+        end = start + len(tensors) + len(numbers)
         current_stream = triton.runtime.driver.active.get_current_stream
         try:
-            self.repeat = DriverLaunch(
+            self.driver = DriverKernel(
                 compiled,
                 self._grid,
                 (*self._fixed, *tensors, *numbers, *self._settings),
-                changing=slice(start, start + len(tensors) + len(numbers)),
+                changing=slice(start, end),
                 device=self._device,
                 current_stream=current_stream,
             )
+            count = len(self.driver.changing)
+            self.run = Launches([(self.driver, range(count))], count)
         except LaunchMismatchError as error:
             _log.info("launches go through Triton's launcher, which is slower: %s", error)
-            given = start + len(tensors) + len(numbers) + len(self._settings)
-            last = (*self._settings, *self._constants_in_order(given))
+            # the kernel's parameters in their order: constants come last
+            constants = [self._constants[name] for name in self._kernel.arg_names[end + len(self._settings) :]]
+            tensors = _nested(tensors, iter([0] * len(present(tensors))))  # which are absent, without their memory
 
             def run_by_triton(values: Sequence[int]) -> None:
-                rest = iter(values)
-                changing = _nested((*tensors, *numbers), rest)
+                changing = _nested((*tensors, *numbers), iter(values))
                 with self._on_device():
-                    run(*self._fixed, *changing, *last, stream=current_stream(self._device.index))
+                    stream = current_stream(self._device.index)
+                    run(*self._fixed, *changing, *self._settings, *constants, stream=stream)
 
-            tensors = _nested(tensors, iter([0] * len(present(tensors))))  # which are absent, without their memory
-            self.repeat = run_by_triton
-
-    def _constants_in_order(self, given: int) -> list[Any]:
-        """The constants in the kernel's order; the first `given` parameters of the kernel are no constants."""
-        return [self._constants[name] for name in self._kernel.arg_names[given:]]
+            self.run = run_by_triton
 
     def through_triton(self, tensors: Tensors, numbers: tuple[int, ...] = ()) -> None:
         """Launch through Triton, which compiles anew for what it specializes on, on the current stream. Local."""
@@ -129,10 +126,10 @@ class RepeatedLaunch:
         if self._device.type != "cuda" or any(address % 16 for address in addresses):
             self.through_triton(tensors, numbers)
             return
-        if self.repeat is None:
+        if self.run is None:
             self.load(tensors, numbers)
-            assert self.repeat is not None
-        self.repeat([*addresses, *numbers])
+            assert self.run is not None
+        self.run([*addresses, *numbers])
 
 
 def present(tensors: Tensors) -> list[Any]:
@@ -155,3 +152,14 @@ def _nested(arguments: tuple[Any, ...], values: Any) -> tuple[Any, ...]:
         return None if each is None else next(values)
 
     return tuple(_nested(each, values) if isinstance(each, tuple) else replaced(each) for each in arguments)
+
+
+def as_constants(group: Group, kernel: Any, parameter: str) -> Group:
+    """A group of plain values, such as TileShape(BLOCK_M=16, ...), as `kernel` takes it for this parameter.
+
+    The compiler needs each field as a constexpr, or it would be a run-time number; so does the interpreter, except for
+    a parameter that is annotated as `tl.constexpr`, whose fields it needs as they are.
+    """
+    if not isinstance(kernel, JITFunction) and kernel.fn.__annotations__.get(parameter) is tl.constexpr:
+        return group
+    return type(group)(*map(tl.constexpr, group))
