@@ -366,8 +366,8 @@ def test_a_warm_up_runs_what_the_layer_will_run(scheme: str, layout: Layout) -> 
     assert all(bool((call.args[1].topk_ids == -1).all()) for call in sent.call_args_list)
     assert [call.kwargs["num_tokens"] is None for call in sent.call_args_list] == [True, False] * len(sizes)
     with mock.patch.object(layer.transport, "dispatch_send", wraps=layer.transport.dispatch_send) as sent:
-        warmup.run_micro_batches(layer, NUM_TOPK, [1, 4])
-    assert [call.args[0].shape[0] for call in sent.call_args_list] == [1, 1, 4, 4]
+        warmup.run_rounds(layer, NUM_TOPK, [1, 4], padded=False, overlapped=layer.forward_micro_batches)
+    assert [call.args[0].shape[0] for call in sent.call_args_list] == [1, 4, 1, 1, 4, 4]
     assert all(bool((call.args[1].topk_ids == -1).all()) for call in sent.call_args_list)
     expected = {"num_topk": 3, "scheme": scheme, "layout": layout}
     split = {"split_dispatch": True, "shared_dtype": torch.float32}
@@ -457,7 +457,7 @@ def test_failing_experts_give_the_others_nan_and_the_next_call_works(part: str) 
 
 
 FAILING = {
-    "route": ("ep_moe.layer.moe.route", False),
+    "route": ("ep_moe.layer.base.route", False),
     "before-the-header": ("ep_moe.transport.collective.transport.plan_send", False),
     "shared-experts-before-the-header": ("ep_moe.transport.collective.transport.plan_send", True),
     "received": ("ep_moe.transport.host_sync.pack", False),

@@ -7,20 +7,17 @@ Letters: T tokens on this rank, H hidden, K top-k.
 
 import contextlib
 import dataclasses
-import traceback
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ep_moe.group import PeerLostError
+from ep_moe.layer.base import Layer, release_memory
 from ep_moe.quant import Quantized
 from ep_moe.routing import Routing
 from ep_moe.tensors import check_tensor
 from ep_moe.transport import Dispatched
-
-if TYPE_CHECKING:
-    from ep_moe.layer.moe import ExpertParallelMoE
 
 SLOTS = 2  # rounds that are open at once
 
@@ -68,7 +65,7 @@ class OverlappedCall:
         stream: of the exchange, on a GPU.
     """
 
-    def __init__(self, layer: "ExpertParallelMoE", stream: torch.cuda.Stream | None) -> None:
+    def __init__(self, layer: Layer, stream: torch.cuda.Stream | None) -> None:
         self._layer, self._transport, self._stream = layer, layer.transport, stream
         self._main = None if stream is None else torch.cuda.current_stream(stream.device)
         self._begun, self._parts = layer.transport.num_rounds, list[_MicroBatch]()
@@ -198,13 +195,6 @@ class OverlappedCall:
                 self._layer.send_nothing(router, self._max_num_tokens, slot)
             elif step in ("send_back", "receive_back"):
                 self._transport.abandon(slot=slot)
-
-
-def release_memory(error: BaseException | None) -> None:
-    """Free the tensors of the calls that ran out of memory, which the error's traceback would keep. Local."""
-    while isinstance(error, torch.OutOfMemoryError):
-        traceback.clear_frames(error.__traceback__)
-        error = error.__context__
 
 
 def row_slices(num_tokens: int, count: int) -> list[slice]:

@@ -1,51 +1,31 @@
-"""The layer: route, dispatch, experts, combine. It does not depend on the transport, experts, format or layout chosen.
+"""The layer as a module: what calls may be recorded by autograd, compiled, or split into micro-batches.
 
 Letters: T tokens on this rank, H hidden, K top-k, E logical experts.
 """
 
-import contextlib
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ep_moe.config import MoEConfig, TransportConfig
 from ep_moe.experts import Experts, create_experts
 from ep_moe.fields import shown
-from ep_moe.group import PeerLostError
 from ep_moe.layer import op
 from ep_moe.layer.backward import recorded, refuse_backward, refuse_result
-from ep_moe.layer.micro_batches import SLOTS, OverlappedCall, release_memory
+from ep_moe.layer.base import UNOBSERVED, Layer, Phases
+from ep_moe.layer.micro_batches import SLOTS, OverlappedCall
 from ep_moe.layer.warmup import warm_up
 from ep_moe.placement import Placement
-from ep_moe.quant import Quantized, get_scheme, quantize
-from ep_moe.routing import Routing, apply_weights_to_input, make_routing, route, to_physical
-from ep_moe.tensors import check_tensor
+from ep_moe.quant import get_scheme
 from ep_moe.transport import Transport
-from ep_moe.transport.checks import check_device
 from ep_moe.transport.layer_tag import LayerTag
 from ep_moe.weights import ExpertWeights
 
 
-class Phases(Protocol):
-    """An observer of a layer's phases (route, dispatch, experts, combine), such as a profiler."""
-
-    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """A context manager that is entered when the phase begins and left when it ends."""
-        ...
-
-
-class _Unobserved:
-    _nothing = contextlib.nullcontext()
-
-    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-        del name
-        return self._nothing
-
-
-class ExpertParallelMoE(torch.nn.Module):
+class ExpertParallelMoE(Layer):
     """One MoE layer whose experts are spread over the ranks of a transport.
 
     Its weights are plain tensors, not parameters: a model's `to` and `state_dict` ignore them.
@@ -96,13 +76,12 @@ class ExpertParallelMoE(torch.nn.Module):
         )
         self.routing_bias = routing_bias
         self.shared_experts = shared_experts
-        self.phases: Phases = _Unobserved() if phases is None else phases
+        self.phases: Phases = UNOBSERVED if phases is None else phases
         self._check()
         number = transport.number_layer() if layer_index is None else layer_index
         if type(number) is not int or number < 0:
             raise ValueError(f"layer_index ({number!r}) must be an int of at least 0")
         self.tag = LayerTag.of(number, config, self.placement)
-        # found once, since every call reads them
         self._layout, self._weight_tensors = config.layout, tuple(weights.tensors())
         self._number = op.number_of(self)
         self._exchange_stream: torch.cuda.Stream | None = None  # of micro-batches, made by the first such call
@@ -246,35 +225,8 @@ class ExpertParallelMoE(torch.nn.Module):
         Errors: ValueError if neither `num_topk` nor a routing config is given, or if K exceeds the transport's
         max_topk; on a GPU also those of `forward`. Collective, host sync; on a CPU it does nothing.
         """
-        warm_up(self, num_topk=num_topk, padded=padded, micro_batches=micro_batches)
-
-    def run(
-        self,
-        hidden_states: torch.Tensor,
-        router: tuple[torch.Tensor, ...],
-        num_tokens: torch.Tensor | None,
-        max_num_tokens: int | None,
-    ) -> torch.Tensor:
-        """`forward` without autograd, for the operator. `router`: logits, or ids and weights. Collective."""
-        transport = self.transport
-        begun = transport.num_rounds
-        try:
-            with self.phases.phase("route"):
-                try:
-                    x, routing = self.prepare(hidden_states, router)
-                except ValueError as error:
-                    transport.refuse(error)
-            return self._exchange(hidden_states, x, routing, num_tokens, max_num_tokens)
-        except PeerLostError:
-            raise
-        except Exception as error:
-            release_memory(error)
-            if transport.num_rounds != begun:
-                transport.abandon()
-            else:
-                self.send_nothing(router, max_num_tokens)
-                transport.abandon()
-            raise
+        overlapped = self.forward_micro_batches if micro_batches else None
+        warm_up(self, num_topk=num_topk, padded=padded, overlapped=overlapped)
 
     def _call(
         self,
@@ -302,94 +254,3 @@ class ExpertParallelMoE(torch.nn.Module):
                 run = functools.partial(self.run, hidden_states, router, num_tokens, max_num_tokens)
                 return refuse_backward(run, (hidden_states, *router, *self._held()))
         return refuse_result(self.run(hidden_states, router, num_tokens, max_num_tokens))
-
-    def _held(self) -> tuple[Any, ...]:
-        """Everything that the result depends on besides a call's arguments: weights, bias, shared experts."""
-        shared = self.shared_experts.parameters() if isinstance(self.shared_experts, torch.nn.Module) else ()
-        return (*self._weight_tensors, self.routing_bias, *shared)
-
-    def _exchange(
-        self,
-        hidden_states: torch.Tensor,
-        x: torch.Tensor | Quantized,
-        routing: Routing,
-        num_tokens: torch.Tensor | None,
-        max_num_tokens: int | None,
-    ) -> torch.Tensor:
-        """Dispatch, experts, combine."""
-        transport, phase, shared_experts = self.transport, self.phases.phase, self.shared_experts
-        shared = out = None
-        send = transport.dispatch if shared_experts is None else transport.dispatch_send
-        with phase("dispatch"):
-            dispatched = send(
-                x,
-                routing,
-                layout=self._layout,
-                scheme=self.scheme,
-                num_tokens=num_tokens,
-                max_num_tokens=max_num_tokens,
-                layer=self.tag,
-            )
-        if shared_experts is not None:
-            with phase("shared"):
-                shared = shared_experts(hidden_states)
-            with phase("dispatch"):
-                dispatched = transport.dispatch_recv()
-        assert dispatched is not None
-        with phase("experts"):
-            y = self.experts(dispatched.batch, self.weights)
-        with phase("combine"):
-            if num_tokens is not None:
-                out = hidden_states.new_zeros(hidden_states.shape)  # rows of padding are not written
-            return transport.combine(y, dispatched, shared=shared, out=out)
-
-    def send_nothing(self, router: tuple[torch.Tensor, ...], max_num_tokens: int | None, slot: int = 0) -> None:
-        """Begin the round without tokens after a failure on this rank, since other ranks wait for it. Collective."""
-        if len(router) == 2:
-            ids = router[0]
-            num_topk = ids.shape[1] if isinstance(ids, torch.Tensor) and ids.dim() == 2 else 1
-        else:
-            num_topk = 1 if self.config.routing is None else self.config.routing.num_topk
-        self.transport.send_nothing(
-            num_topk=num_topk, scheme=self.scheme, slot=slot, max_num_tokens=max_num_tokens, layer=self.tag
-        )
-
-    def prepare(
-        self, hidden_states: torch.Tensor, router: tuple[torch.Tensor, ...]
-    ) -> tuple[torch.Tensor | Quantized, Routing]:
-        """Check the input; return the tokens for the transport, scaled by router weights or quantized as configured,
-        and the routing with physical ids. Local."""
-        rank, device = self.transport.rank, self.transport.device
-        names = ("topk_ids", "topk_weights") if len(router) == 2 else ("router_logits",)
-        for name, value in zip(("hidden_states", *names), (hidden_states, *router), strict=True):
-            check_tensor(value, name)
-            check_device(value, name, rank, device)  # first: a conversion on a meta device imports for seconds
-        shape = hidden_states.shape
-        if len(shape) != 2:
-            raise ValueError(f"hidden_states is {tuple(shape)} on rank {rank}, expected [num_tokens, hidden]")
-        routing = self._place(*router) if len(router) == 2 else self._route(shape[0], router[0])
-        x: torch.Tensor | Quantized = hidden_states
-        if self.config.apply_router_weight_on_input:
-            x, routing = apply_weights_to_input(hidden_states, routing)
-        if self.weights.w13_input_scale is not None and not isinstance(x, Quantized):
-            x = quantize(x, self.scheme, static_scale=self.weights.w13_input_scale)
-        return x, routing
-
-    def _place(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Routing:
-        """The routing of the caller, with physical ids."""
-        routing = Routing(topk_ids=topk_ids, topk_weights=topk_weights)
-        if self.placement.is_identity and topk_ids.dtype == torch.int32:
-            return routing
-        return make_routing(to_physical(topk_ids, self.placement), topk_weights)
-
-    def _route(self, num_tokens: int, router_logits: torch.Tensor) -> Routing:
-        """Route these tokens to physical experts."""
-        routing = self.config.routing
-        if routing is None:
-            raise ValueError("the layer has no routing config: call forward_routed, with topk_ids and topk_weights")
-        if router_logits.shape != (num_tokens, self.config.num_experts):
-            expected = num_tokens, self.config.num_experts
-            raise ValueError(
-                f"router_logits is {tuple(router_logits.shape)}, expected [num_tokens, num_experts] {expected}"
-            )
-        return route(router_logits, routing, routing_bias=self.routing_bias, placement=self.placement)

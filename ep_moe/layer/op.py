@@ -9,23 +9,21 @@ Letters: T tokens on this rank, H hidden, K top-k, E logical experts.
 import itertools
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch.library import custom_op
 
 from ep_moe.layer.backward import NO_BACKWARD
-
-if TYPE_CHECKING:
-    from ep_moe.layer.moe import ExpertParallelMoE
+from ep_moe.layer.base import Layer
 
 # an operator takes tensors and plain values only, so a number refers to a layer; the registry keeps no layer alive
-_LAYERS: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+_LAYERS: "weakref.WeakValueDictionary[int, Layer]" = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()
 
 
-def number_of(layer: "ExpertParallelMoE") -> int:
+def number_of(layer: Layer) -> int:
     """Register a layer; returns the number by which the operator finds it in this process. Local."""
     number = next(_NUMBERS)
     _LAYERS[number] = layer
@@ -50,7 +48,7 @@ def layer_op(
     Errors: those of the layer; RuntimeError if the layer no longer exists. Collective.
     """
     del trained
-    found: ExpertParallelMoE | None = _LAYERS.get(layer)
+    found: Layer | None = _LAYERS.get(layer)
     if found is None:
         raise RuntimeError(f"layer {layer} of a compiled graph no longer exists: keep its ExpertParallelMoE alive")
     return found.run(

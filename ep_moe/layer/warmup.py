@@ -5,21 +5,23 @@ Letters: T tokens on this rank, H hidden, K top-k, E logical experts, R ranks, M
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
 
 import torch
 
+from ep_moe.layer.base import Layer
 from ep_moe.local_moe import local_moe
 from ep_moe.routing import Routing, route, to_physical
 from ep_moe.transport.round_kind import RoundKind
 
-if TYPE_CHECKING:
-    from ep_moe.layer.moe import ExpertParallelMoE
 
+def warm_up(
+    layer: Layer, *, num_topk: int | None, padded: bool, overlapped: Callable[..., torch.Tensor] | None
+) -> None:
+    """See `ExpertParallelMoE.warmup`; `overlapped` is `forward_micro_batches`, if that is warmed up too.
 
-def warm_up(layer: "ExpertParallelMoE", *, num_topk: int | None, padded: bool, micro_batches: bool) -> None:
-    """See `ExpertParallelMoE.warmup`. What needs no other rank is compiled first, before the rounds."""
+    What needs no other rank is compiled first, before the rounds.
+    """
     transport, routing = layer.transport, layer.config.routing
     if num_topk is None:
         if routing is None:
@@ -32,10 +34,8 @@ def warm_up(layer: "ExpertParallelMoE", *, num_topk: int | None, padded: bool, m
     sizes = row_counts(transport.config.max_tokens_per_rank)
     with torch.no_grad():
         compute_alone(layer, num_topk, sizes)
-        transport.warmup(round_kinds(layer, num_topk, padded=padded, micro_batches=micro_batches))
-        run_rounds(layer, num_topk, sizes, padded=padded)
-        if micro_batches:
-            run_micro_batches(layer, num_topk, sizes)
+        transport.warmup(round_kinds(layer, num_topk, padded=padded, micro_batches=overlapped is not None))
+        run_rounds(layer, num_topk, sizes, padded=padded, overlapped=overlapped)
     transport.check()
 
 
@@ -45,9 +45,7 @@ def row_counts(max_tokens: int) -> list[int]:
     return [*powers, max_tokens]
 
 
-def round_kinds(
-    layer: "ExpertParallelMoE", num_topk: int, *, padded: bool, micro_batches: bool = False
-) -> list[RoundKind]:
+def round_kinds(layer: Layer, num_topk: int, *, padded: bool, micro_batches: bool = False) -> list[RoundKind]:
     """The rounds of the layer's calls, as far as a transport can compile them without their tensors. Local."""
     if layer.weights.w13_input_scale is not None:  # the layer itself quantizes; only `run_rounds` compiles this case
         return []
@@ -67,15 +65,15 @@ def round_kinds(
     return kinds
 
 
-def compute_alone(layer: "ExpertParallelMoE", num_topk: int, sizes: Sequence[int]) -> None:
+def compute_alone(layer: Layer, num_topk: int, sizes: Sequence[int]) -> None:
     """Route T tokens, and compute this rank's experts for T tokens of which none has an expert. Local."""
     config, placement = layer.config, layer.placement
     for rows in sizes:
-        x, nobody = _tokens(layer, rows, num_topk)
+        x, routing = _tokens(layer, rows, num_topk)
         # `local_moe` chooses tiles for T * K / L rows per expert, as many as R ranks with T tokens each send
-        local_moe(x, nobody, layer.weights, layer.experts, layout=config.layout)
+        local_moe(x, routing, layer.weights, layer.experts, layout=config.layout)
         for ids_dtype in (torch.int32, torch.int64):
-            to_physical(nobody.topk_ids.to(ids_dtype), placement)
+            to_physical(routing.topk_ids.to(ids_dtype), placement)
         if config.routing is None:
             continue
         for dtype in dict.fromkeys((torch.float32, x.dtype)):
@@ -83,25 +81,26 @@ def compute_alone(layer: "ExpertParallelMoE", num_topk: int, sizes: Sequence[int
             route(logits, config.routing, routing_bias=layer.routing_bias, placement=placement)
 
 
-def run_rounds(layer: "ExpertParallelMoE", num_topk: int, sizes: Sequence[int], *, padded: bool) -> None:
-    """Call the layer with T tokens of which none has an expert. Collective."""
+def run_rounds(
+    layer: Layer,
+    num_topk: int,
+    sizes: Sequence[int],
+    *,
+    padded: bool,
+    overlapped: Callable[..., torch.Tensor] | None = None,
+) -> None:
+    """Call the layer, and then `overlapped` in two parts, with T tokens of which none has an expert. Collective."""
     for rows in sizes:
-        x, nobody = _tokens(layer, rows, num_topk)
-        counts: list[Any] = [None]
-        if padded:
-            counts.append(torch.full((1,), rows, dtype=torch.int32, device=x.device))
-        for num_tokens in counts:
-            layer.forward_routed(x, nobody.topk_ids, nobody.topk_weights, num_tokens=num_tokens)
+        x, routing = _tokens(layer, rows, num_topk)
+        for counted in (False, True)[: 1 + padded]:
+            count = torch.full((1,), rows, dtype=torch.int32, device=x.device) if counted else None
+            layer.run(x, (routing.topk_ids, routing.topk_weights), count, None)
+    for rows in sizes if overlapped is not None else ():
+        x, routing = _tokens(layer, 2 * rows, num_topk)
+        overlapped(x, (routing.topk_ids, routing.topk_weights))
 
 
-def run_micro_batches(layer: "ExpertParallelMoE", num_topk: int, sizes: Sequence[int]) -> None:
-    """Call the layer with two micro-batches of T tokens of which none has an expert. Collective."""
-    for rows in sizes:
-        x, nobody = _tokens(layer, 2 * rows, num_topk)
-        layer.forward_micro_batches(x, (nobody.topk_ids, nobody.topk_weights))
-
-
-def _tokens(layer: "ExpertParallelMoE", rows: int, num_topk: int) -> tuple[torch.Tensor, Routing]:
+def _tokens(layer: Layer, rows: int, num_topk: int) -> tuple[torch.Tensor, Routing]:
     config, device = layer.transport.config, layer.transport.device
     ids = torch.full((rows, num_topk), -1, dtype=torch.int32, device=device)
     routing = Routing(topk_ids=ids, topk_weights=torch.zeros(rows, num_topk, dtype=torch.float32, device=device))
