@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from ep_moe.kernel_launch import cuda_driver, launch_graph
+from ep_moe.kernel_launch.plan_cache import PlanCache
 
 pytest.importorskip("triton")
 
@@ -414,3 +415,22 @@ def test_constants_in_groups_are_what_the_compiler_needs() -> None:
     launch = Kernel(kernel, 1, fixed=(), constants={"sizes": Sizes(3, "a")}, options={}, device=torch.device("cpu"))
     assert isinstance(launch._constants["sizes"].rows, tl.constexpr)
     assert launch.run is None
+
+
+def test_a_plan_ends_with_its_owner_or_when_it_was_not_used() -> None:
+    plans, owner, other, kept = PlanCache[str](4), torch.zeros(1), torch.zeros(1), torch.zeros(1)
+    alive = weakref.ref(kept)
+    assert plans.keep("owned", "a", owners=(owner, other)) == plans.get("owned") == "a"
+    plans.keep("kept", "b", alive=(kept,))
+    del owner, kept
+    gc.collect()
+    assert plans.get("owned") is None
+    assert alive() is not None
+    for key in "123":
+        plans.keep(key, key)
+    assert (plans.get("kept"), plans.get("1")) == ("b", "1")
+    plans.keep("4", "4")
+    assert [plans.get(key) for key in ("kept", "1", "2", "3", "4")] == ["b", "1", None, None, "4"]
+    plans.clear()
+    assert len(plans) == 0
+    assert alive() is None

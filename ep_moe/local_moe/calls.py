@@ -6,7 +6,6 @@ Letters: T tokens, H hidden, K top-k, L local experts, E experts of all ranks.
 import dataclasses
 import functools
 import math
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ import torch
 
 from ep_moe.config import Layout
 from ep_moe.experts import Experts
+from ep_moe.kernel_launch.plan_cache import PlanCache
 from ep_moe.layout import Flat, Packed, pack_routed, weighted_sum
 from ep_moe.layout.base import PackingSizes, packable
 from ep_moe.quant import Quantized, QuantScheme, quantize
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from ep_moe.local_moe.joined import JoinedCall
     from ep_moe.local_moe.routed import RoutedPacking
 
-_MOST_KINDS = 512  # of calls
-_MOST_CALLS = 512  # of a kind, with different weights
+_MOST_SEQUENCES = 64  # of a kind
+_MOST_PLANS = 4096  # of kinds of calls, and of those with certain weights
 
 
 def local_moe(
@@ -63,21 +63,24 @@ def local_moe(
     """
     routing, tokens_in_sum = _of_rows(x, routing)
     chosen = layout, local_expert_offset, num_local_experts, num_experts, dtype, tokens_in_sum
-    kind = _kind_of(x, routing, weights, chosen)
-    packing = kind.packing
-    if packing is not None:
-        key = _call_key(weights, experts, out)
-        call, ids, factors = kind.calls.get(key), routing.topk_ids, routing.topk_weights
-        if call is not None:
-            result = call(packing.inputs(x, ids, factors, weights.w13_input_scale), out)
-            if result is not None:
-                return result
-        batch = packing.pack(x, ids, factors, weights.w13_input_scale)
-        if batch is not None:
-            result = packing.weighted_sum(experts(batch, weights), batch, out)
-            if call is None:
-                kind.keep(key, packing.inputs(x, ids, factors, weights.w13_input_scale), weights, experts, out)
+    plans, kind_key = _plans(), _key_of(x, routing, weights, chosen)
+    key = kind_key, id(weights), id(experts), out if out is None else (out.shape, out.stride(), out.dtype, out.device)
+    ids, factors = routing.topk_ids, routing.topk_weights
+    call: JoinedCall | None = plans.get(key)
+    if call is not None:
+        result = call(call.inputs(x, ids, factors, weights.w13_input_scale), out)
+        if result is not None:
             return result
+    kind = _kind_of(kind_key, x, routing, weights, chosen)
+    packing = kind.packing
+    batch = None if packing is None else packing.pack(x, ids, factors, weights.w13_input_scale)
+    if packing is not None and batch is not None:
+        result = packing.weighted_sum(experts(batch, weights), batch, out)
+        if call is None:
+            call = kind.joined(packing.inputs(x, ids, factors, weights.w13_input_scale), weights, experts, out)
+            if call is not None:
+                plans.keep(key, call, owners=(weights, experts), alive=_schemes(x))
+        return result
     packed = _pack(x, routing, weights, kind.sizes)
     if isinstance(packed.batch, Flat):
         return experts(packed.batch, weights, out=out)
@@ -110,7 +113,7 @@ def repeated_call(
     """
     routing, tokens_in_sum = _of_rows(x, routing)
     chosen = Layout.COMPACT, local_expert_offset, num_local_experts, num_experts, dtype, tokens_in_sum
-    kind = _kind_of(x, routing, weights, chosen)
+    kind = _kind_of(_key_of(x, routing, weights, chosen), x, routing, weights, chosen)
     if kind.packing is None:
         return None
     tensors = kind.packing.inputs(x, routing.topk_ids, routing.topk_weights, weights.w13_input_scale)
@@ -144,7 +147,7 @@ def local_rows(
     Local, on the current stream. On a GPU no host sync, and safe in CUDA graphs, if `experts` is.
     """
     chosen = Layout.COMPACT, local_expert_offset, num_local_experts, num_experts, dtype, 1
-    kind = _kind_of(x, routing, weights, chosen)
+    kind = _kind_of(_key_of(x, routing, weights, chosen), x, routing, weights, chosen)
     packing = kind.packing
     if packing is not None:
         batch = packing.pack(x, routing.topk_ids, routing.topk_weights, weights.w13_input_scale)
@@ -171,38 +174,12 @@ _Chosen = tuple[Layout, int, int | None, int | None, torch.dtype | None, int]
 class _Kind:
     """Calls whose tensors of tokens and routing have the same shapes and dtypes.
 
-    Args:
-        packing: repeated launches that pack, None if they do not compute this kind. sizes: what a call asks for.
-        scheme: of tokens that are quantized already, whose id is in the key.
-
-    Attributes:
-        calls: whole calls as one sequence, by `_call_key`, as long as their weights and experts exist.
+    Args: packing: launches that pack, None if they do not compute this kind. sizes: what a call asks for.
     """
 
-    def __init__(self, packing: "RoutedPacking | None", sizes: PackingSizes, scheme: QuantScheme | None) -> None:
-        self.packing, self.sizes, self._scheme = packing, sizes, scheme
-        self.calls: dict[object, JoinedCall] = {}
-        self._sequences: dict[object, tuple[object, LaunchSequence]] = {}  # one for all layers of a model
-        self._alive: dict[object, tuple[weakref.ref[Any], ...]] = {}
-
-    def keep(
-        self,
-        key: object,
-        tensors: Sequence[torch.Tensor],
-        weights: ExpertWeights,
-        experts: Experts,
-        out: torch.Tensor | None,
-    ) -> None:
-        """Make one sequence of the launches of a call that has returned, if all of them are loaded."""
-        call = self.joined(tensors, weights, experts, out)
-        if call is None:
-            return
-        if len(self.calls) >= _MOST_CALLS:
-            self.calls.clear()
-            self._alive.clear()
-        forget = functools.partial(_forget, self.calls, self._alive, key)
-        self.calls[key] = call
-        self._alive[key] = weakref.ref(weights, forget), weakref.ref(experts, forget)
+    def __init__(self, packing: "RoutedPacking | None", sizes: PackingSizes) -> None:
+        self.packing, self.sizes = packing, sizes
+        self._sequences = PlanCache["LaunchSequence"](_MOST_SEQUENCES)  # one for all layers of a model
 
     def joined(
         self,
@@ -226,39 +203,30 @@ class _Kind:
         if computed is None or summed is None:
             return None
         key = id(computed.sequence), id(summed), id(routing)
-        found = self._sequences.get(key)
-        if found is None:
+        sequence = self._sequences.get(key)
+        if sequence is None:
             sequence = join(packing, computed, summed, tensors, routing)
             if sequence is None:
                 return None
-            if len(self._sequences) >= _MOST_CALLS:
-                self._sequences.clear()
-            found = self._sequences[key] = (computed.sequence, summed, routing), sequence  # whose ids are in the key
-        return JoinedCall(found[1], computed, packing)
-
-
-def _forget(calls: dict[object, Any], alive: dict[object, Any], key: object, _: object) -> None:
-    calls.pop(key, None)
-    alive.pop(key, None)
-
-
-def _call_key(weights: ExpertWeights, experts: Experts, out: torch.Tensor | None) -> tuple[object, ...]:
-    """What a whole call depends on beside its kind."""
-    if out is None:
-        return id(weights), id(experts)
-    return id(weights), id(experts), out.shape, out.stride(), out.dtype, out.device
+            self._sequences.keep(key, sequence, alive=(computed.sequence, summed, routing))
+        return JoinedCall(sequence, computed, packing)
 
 
 @functools.cache
-def _kinds() -> dict[object, _Kind]:
-    """The kinds of calls of this process, by `_key_of`."""
-    return {}
+def _plans() -> PlanCache[Any]:
+    """Of this process: kinds of calls, by `_key_of`, and calls with certain weights and experts."""
+    return PlanCache(_MOST_PLANS)
+
+
+def _schemes(x: torch.Tensor | Quantized) -> tuple[QuantScheme, ...]:
+    """The scheme of tokens whose id is in a key."""
+    return (x.scheme,) if isinstance(x, Quantized) else ()
 
 
 def _key_of(
     x: torch.Tensor | Quantized, routing: Routing, weights: ExpertWeights, chosen: _Chosen
 ) -> tuple[object, ...]:
-    """All that packing and the checks of a call depend on; a kind keeps the schemes whose ids are here."""
+    """Cache key of a kind: type, scheme, shapes, strides and dtypes of tensors, and the other arguments."""
     ids = routing.topk_ids
     routed = routing.signature or (ids.shape, ids.dtype, ids.device, ids.stride(), routing.topk_weights.stride())
     of_weights = id(weights.scheme), weights.num_local_experts, weights.w13_input_scale is None
@@ -270,15 +238,15 @@ def _key_of(
     return tokens, routed, of_weights, chosen
 
 
-def _kind_of(x: torch.Tensor | Quantized, routing: Routing, weights: ExpertWeights, chosen: _Chosen) -> _Kind:
-    """The kind of a call, made and checked once for all of its calls."""
-    known, key = _kinds(), _key_of(x, routing, weights, chosen)
-    kind = known.get(key)
+def _kind_of(
+    key: object, x: torch.Tensor | Quantized, routing: Routing, weights: ExpertWeights, chosen: _Chosen
+) -> _Kind:
+    """The kind of a call, by its `_key_of`, made and checked once for all of its calls."""
+    plans = _plans()
+    kind: _Kind | None = plans.get(key)
     if kind is None:
         sizes = _check(x, routing, weights, chosen)
-        if len(known) >= _MOST_KINDS:
-            known.clear()
-        kind = known[key] = _Kind(_new_packing(x, routing, sizes), sizes, getattr(x, "scheme", None))
+        kind = plans.keep(key, _Kind(_new_packing(x, routing, sizes), sizes), alive=(weights.scheme, *_schemes(x)))
     return kind
 
 

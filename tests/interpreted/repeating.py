@@ -66,6 +66,6 @@ def repeats(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     monkeypatch.setattr(Kernel, "through_triton", through_triton)
     monkeypatch.setattr(LaunchSequence, "repeat", counted)
     monkeypatch.setattr(calls, "_new_packing", new_packing)
-    calls._kinds.cache_clear()
+    calls._plans.cache_clear()
     yield found
-    calls._kinds.cache_clear()
+    calls._plans.cache_clear()
