@@ -17,6 +17,7 @@ from ep_moe.config import Layout
 from ep_moe.kernel_launch.kernel import Kernel
 from ep_moe.kernels.rows.permute import (
     Ids,
+    Placed,
     ScaleGroups,
     Words,
     _count_rows_kernel,
@@ -67,16 +68,14 @@ def merge_repeats(
     if local_ids.numel():
         own = first, _LAST_ID if last is None else last
         strides = ids.stride(0), weights.stride(0)
-        merge_launch(num_tokens, num_topk, own, strides, ids.dtype, ids.device)(
-            (ids, weights, local_ids, local_weights)
-        )
+        launch = _merge_launch((num_tokens, num_topk), own, strides, ids.dtype, ids.device)
+        launch((Placed(ids, weights, local_ids, local_weights, None, None, None),))
     return local_ids, local_weights
 
 
 @functools.lru_cache(maxsize=_MOST_LAUNCHES)
-def merge_launch(
-    num_tokens: int,
-    num_topk: int,
+def _merge_launch(
+    ids_shape: tuple[int, int],
     own: tuple[int, int],
     strides: tuple[int, int],
     ids_dtype: torch.dtype,
@@ -84,6 +83,7 @@ def merge_launch(
 ) -> Kernel:
     """The launch of `merge_repeats` for experts [own[0], own[1]); of calls with ids of this dtype."""
     del ids_dtype  # Triton reads it off the tensors of the first call
+    num_tokens, num_topk = ids_shape
     columns = triton.next_power_of_2(num_topk)
     tokens = max(_MERGE_IDS // columns, 1)
     return Kernel(
@@ -108,6 +108,11 @@ def _ids_constants(experts: int, num_topk: int) -> Ids:
     return Ids(L=experts, K=num_topk, COLUMNS=columns, TOKENS=block_tokens(num_topk))
 
 
+def _placement(frame: Frame) -> tuple[int, int, Layout]:
+    """What determines the rows of experts: the height of one if BATCHED, the alignment of starts if not."""
+    return frame.height, frame.alignment, frame.layout
+
+
 def _count_rows(ids: torch.Tensor, frame: Frame) -> _Places:
     """Count the rows of every expert, in total and in the blocks of tokens before each block. Two launches."""
     (num_tokens, num_topk), experts, device = ids.shape, frame.num_local_experts, ids.device
@@ -121,17 +126,11 @@ def _count_rows(ids: torch.Tensor, frame: Frame) -> _Places:
     )
     if experts == 0:
         return places
-    count, add = count_launches(num_tokens, num_topk, frame, device)
+    count, add = _count_launches(ids.shape, experts, _placement(frame), _SUMMED_COUNTS, device)
     if blocks:
         count((ids, before))
     add((before, places.expert_num_tokens, places.expert_row_start))
     return places
-
-
-def count_launches(num_tokens: int, num_topk: int, frame: Frame, device: torch.device) -> tuple[Kernel, Kernel]:
-    """The launches of `_count_rows`: one takes ids and counts, the other counts, counts of experts, and starts."""
-    placed = frame.height, frame.alignment, frame.layout
-    return _count_launches((num_tokens, num_topk), frame.num_local_experts, placed, _SUMMED_COUNTS, device)
 
 
 @functools.lru_cache(maxsize=_MOST_LAUNCHES)
@@ -142,6 +141,7 @@ def _count_launches(
     summed_counts: int,
     device: torch.device,
 ) -> tuple[Kernel, Kernel]:
+    """The launches of `_count_rows`: one takes ids and counts, the other counts, counts of experts, and starts."""
     (num_tokens, num_topk), (height, alignment, layout) = ids_shape, placed
     blocks, padded = triton.cdiv(num_tokens, block_tokens(num_topk)), triton.next_power_of_2(experts)
     count = Kernel(
@@ -211,19 +211,29 @@ class PlaceShape(NamedTuple):
         }
 
 
-def prepare_merge_and_place(shape: PlaceShape, device: torch.device) -> Kernel:
-    """Prepare `merge_repeats` and `_count_rows` of a few blocks of tokens as one launch.
+Step = tuple[Kernel, tuple[Any, ...]]  # a launch with the names of its tensors
 
-    It takes ids and weights, local ids and weights, counts before each block, counts of experts, and starts.
-    """
-    return Kernel(
-        _merge_and_place_kernel,
-        1,
-        settings=shape.settings,
-        constants=shape.constants,
-        options={},
-        device=device,
-    )
+
+def place_launches(
+    names: Placed,
+    ids_shape: torch.Size,
+    own: tuple[int, int],
+    strides: tuple[int, int],
+    frame: Frame,
+    *,
+    ids_dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[PlaceShape | None, list[Step]]:
+    """The launches of `merge_repeats` and `_count_rows` over tensors of these names: one, and its shape, or three."""
+    shape = PlaceShape.of(ids_shape, own, strides, frame)
+    if shape is not None:
+        settings, constants = shape.settings, shape.constants
+        one = Kernel(_merge_and_place_kernel, 1, settings=settings, constants=constants, options={}, device=device)
+        return shape, [(one, (names,))]
+    merge = _merge_launch(tuple(ids_shape), own, strides, ids_dtype, device)
+    count, add = _count_launches(tuple(ids_shape), frame.num_local_experts, _placement(frame), _SUMMED_COUNTS, device)
+    merged = names._replace(before=None, expert_num_tokens=None, expert_row_start=None)
+    return None, [(merge, (merged,)), (count, (names.local_ids, names.before)), (add, names[4:])]
 
 
 def row_unit(x: torch.Tensor) -> int:

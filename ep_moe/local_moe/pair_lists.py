@@ -7,16 +7,14 @@ import torch
 
 from ep_moe.config import Layout
 from ep_moe.kernel_launch.sequence import LaunchSequence
+from ep_moe.kernels.rows.permute import Placed
 from ep_moe.layout.base import TokenRows
 from ep_moe.layout.frame import make_frame
 from ep_moe.layout.triton import (
     CopyShape,
-    PlaceShape,
     block_tokens,
     copy_launch,
-    count_launches,
-    merge_launch,
-    prepare_merge_and_place,
+    place_launches,
 )
 
 _ALIGNED_ROWS = 64  # int32 in the 256 bytes to which pieces of a workspace are aligned
@@ -66,15 +64,9 @@ class PairLists:
             "source": ((rows,), torch.int32),
             "target": ((rows,), torch.int32),
         }
-        given, counts = ("ids", "weights", "local_ids", "local_weights"), ("expert_num_tokens", "expert_row_start")
-        at_once = PlaceShape.of(shape, own, (1, 1), frame)
-        if at_once is not None:
-            placed = prepare_merge_and_place(at_once, device)
-            launches: list[tuple[object, tuple[str | None, ...]]] = [(placed, (*given, "before", *counts))]
-        else:
-            merge = merge_launch(num_pairs, 1, own, (1, 1), ids_dtype, device)
-            count, add = count_launches(num_pairs, 1, frame, device)
-            launches = [(merge, given), (count, ("local_ids", "before")), (add, ("before", *counts))]
+        counts = "expert_num_tokens", "expert_row_start"
+        names = Placed("ids", "weights", "local_ids", "local_weights", "before", *counts)
+        _, launches = place_launches(names, shape, own, (1, 1), frame, ids_dtype=ids_dtype, device=device)
         copied = CopyShape(
             num_tokens=num_pairs,
             num_topk=1,

@@ -10,23 +10,23 @@ from ep_moe.config import Layout
 from ep_moe.kernel_launch.allocation import allocator
 from ep_moe.kernel_launch.kernel import Kernel
 from ep_moe.kernel_launch.sequence import LaunchSequence
+from ep_moe.kernels.rows.permute import Placed
 from ep_moe.layout.base import Batched, BatchTemplate, Compact, ExpertBatch, PackingSizes, TokenRows, packable
 from ep_moe.layout.frame import Frame, make_frame
 from ep_moe.layout.triton import (
     CopyShape,
     PlaceShape,
+    Step,
     block_tokens,
     copy_launch,
-    count_launches,
-    merge_launch,
-    prepare_merge_and_place,
+    place_launches,
     prepare_weighted_sum,
     weighted_sum,
 )
 from ep_moe.quant import Quantized
 from ep_moe.quant.triton import QuantizeShape, largest_or_scale, quantize_launch
 
-PLACED = ("ids", "weights", "local_ids", "topk_weights", "before", "expert_num_tokens", "expert_row_start")
+PLACED = Placed("ids", "weights", "local_ids", "topk_weights", "before", "expert_num_tokens", "expert_row_start")
 QUANTIZED = ("tokens", "number", "values", "values_scale:bytes")  # names of the launches' tensors, in their order
 
 
@@ -61,7 +61,7 @@ class RoutedPacking:
         whole = sizes.static or sizes.scheme.payload.granularity == "tensor"
         self._number = self._quantizes and whole  # quantization takes a number, `largest_or_scale`
         self._pieces: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        self._launches: list[tuple[Kernel, tuple[str | None, ...]]] = []
+        self._launches: list[Step] = []
         self.placing: PlaceShape | None = None
         self.quantizing: QuantizeShape | None = None
         source = "tokens"
@@ -126,15 +126,9 @@ class RoutedPacking:
         counts = "expert_num_tokens", "expert_row_start"
         self._pieces |= dict.fromkeys(counts, ((experts,), torch.int32))
         own, strides = (self._sizes.first, self._sizes.first + experts), (topk_ids.stride(0), topk_weights.stride(0))
-        routing, local = ("ids", "weights"), ("local_ids", "topk_weights")
-        self.placing = PlaceShape.of(topk_ids.shape, own, strides, frame)
-        if self.placing is not None:
-            launch = prepare_merge_and_place(self.placing, self.device)
-            self._launches.append((launch, PLACED))
-            return
-        merge = merge_launch(num_tokens, num_topk, own, strides, topk_ids.dtype, self.device)
-        count, add = count_launches(num_tokens, num_topk, frame, self.device)
-        self._launches += [(merge, (*routing, *local)), (count, ("local_ids", "before")), (add, ("before", *counts))]
+        like = {"ids_dtype": topk_ids.dtype, "device": self.device}
+        self.placing, launches = place_launches(PLACED, topk_ids.shape, own, strides, frame, **like)
+        self._launches += launches
 
     def _copy(self, frame: Frame, rows: TokenRows, source: str) -> None:
         """Add the launch that fills the batch from tensors of these names."""

@@ -7,7 +7,8 @@ import torch
 
 from ep_moe.kernel_launch.kernel import Kernel
 from ep_moe.kernels.gemm.arguments import TileList
-from ep_moe.kernels.local.start import Placed, Quantizing, _start_call_kernel
+from ep_moe.kernels.local.start import Quantizing, _start_call_kernel
+from ep_moe.kernels.rows.permute import Placed
 from ep_moe.layout.triton import PlaceShape
 from ep_moe.local_moe.routed import PLACED, QUANTIZED
 from ep_moe.quant.triton import QuantizeKernel, QuantizeShape

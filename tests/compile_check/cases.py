@@ -20,7 +20,8 @@ from ep_moe.experts.hopper.gemms import HopperGemms
 from ep_moe.experts.kernels import KernelExperts
 from ep_moe.experts.triton import TritonGemms
 from ep_moe.kernels.gemm.arguments import TileList
-from ep_moe.kernels.local.start import Placed, Quantizing
+from ep_moe.kernels.local.start import Quantizing
+from ep_moe.kernels.rows.permute import Placed
 from ep_moe.layout import Batched, Compact, ExpertBatch, TokenRows
 from ep_moe.layout.base import PackingSizes
 from ep_moe.layout.frame import make_frame

@@ -13,18 +13,6 @@ from ep_moe.kernels.rows.permute import merge_and_place
 from ep_moe.kernels.rows.quantize import quantize_micro_rows, quantize_rows
 
 
-class Placed(NamedTuple):
-    """The tensors of `_merge_and_place_kernel`, in its order."""
-
-    ids: Any
-    weights: Any
-    local_ids: Any
-    local_weights: Any
-    before: Any
-    expert_num_tokens: Any
-    expert_row_start: Any
-
-
 class Quantizing(NamedTuple):
     """The tensors of `_quantize_rows_kernel`, in its order, x first; all None if tokens stay as they are."""
 
@@ -44,7 +32,7 @@ class Quantizing(NamedTuple):
         "capacity",
         "alignment",
         "max_tiles",
-    ],
+    ]
 )
 def _start_call_kernel(
     placed,  # Placed
@@ -78,37 +66,9 @@ def _start_call_kernel(
         if MICRO:
             quantize_micro_rows(program, quantizing.x, quantizing.data, quantizing.scale, num_tokens, x_stride, GROUPS)
         else:
-            quantize_rows(
-                program,
-                quantizing.x,
-                quantizing.given,
-                quantizing.data,
-                quantizing.scale,
-                num_tokens,
-                x_stride,
-                GROUPS,
-                SCALE,
-                POWER_OF_TWO,
-            )
+            x, given, values, scale = quantizing
+            quantize_rows(program, x, given, values, scale, num_tokens, x_stride, GROUPS, SCALE, POWER_OF_TWO)
     if program < 0:
-        counts = merge_and_place(
-            placed.ids,
-            placed.weights,
-            placed.local_ids,
-            placed.local_weights,
-            placed.before,
-            placed.expert_num_tokens,
-            placed.expert_row_start,
-            num_tokens,
-            first,
-            last,
-            ids_stride,
-            weights_stride,
-            capacity,
-            alignment,
-            IDS,
-            EXPERTS,
-            BLOCKS,
-            BATCHED,
-        )
+        sizes = num_tokens, first, last, ids_stride, weights_stride
+        counts = merge_and_place(placed, sizes, capacity, alignment, IDS, EXPERTS, BLOCKS, BATCHED)
         list_tiles(counts, tiles, max_tiles, IDS.L, EXPERTS, BLOCK_M)

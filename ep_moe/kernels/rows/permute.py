@@ -11,7 +11,7 @@ Rows of any dtype are copied as 32-bit words; strides count units, of four words
 compiler knows that accesses of four words are aligned.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -36,6 +36,18 @@ class Words(NamedTuple):
     BLOCK: tl.constexpr  # that one program copies
 
 
+class Placed(NamedTuple):
+    """What merging repeats and placing rows read and write; the last three are absent if rows are not placed."""
+
+    ids: Any  # [N, K] int32 or int64, rows `ids_stride` apart
+    weights: Any  # [N, K] float32, rows `weights_stride` apart
+    local_ids: Any  # [N, K] int32, out
+    local_weights: Any  # [N, K] float32, out
+    before: Any  # [B, L] int32, out: rows of each expert in earlier blocks
+    expert_num_tokens: Any  # [L] int32, out
+    expert_row_start: Any  # [L] int32, out
+
+
 class ScaleGroups(NamedTuple):
     """The scales of a row."""
 
@@ -44,48 +56,33 @@ class ScaleGroups(NamedTuple):
 
 
 @triton.jit
-def _merge_repeats(
-    ids_ptr,
-    weights_ptr,
-    local_ids_ptr,
-    local_weights_ptr,
-    token,  # [TOKENS] int64
-    num_tokens,
-    first,
-    last,
-    ids_stride,
-    weights_stride,
-    K: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Store the local ids and merged weights of some tokens, as `_merge_repeats_kernel`; return the ids."""
+def _merge_repeats(placed, token, sizes, K: tl.constexpr, COLUMNS: tl.constexpr):
+    """Store the local ids and merged weights of tokens [TOKENS] int64, as `_merge_repeats_kernel`; return the ids."""
+    num_tokens, first, last, ids_stride, weights_stride = sizes
     column = tl.arange(0, COLUMNS)[None, :]
     is_token = token < num_tokens
     inside = is_token[:, None] & (column < K)
-    ids = tl.load(ids_ptr + token[:, None] * ids_stride + column, mask=inside, other=-1)
-    weights = tl.load(weights_ptr + token[:, None] * weights_stride + column, mask=inside, other=0.0)
+    ids = tl.load(placed.ids + token[:, None] * ids_stride + column, mask=inside, other=-1)
+    weights = tl.load(placed.weights + token[:, None] * weights_stride + column, mask=inside, other=0.0)
     here = (ids >= 0) & (ids >= first) & (ids < last)
     repeated = tl.zeros(ids.shape, tl.int32)
     for k in range(K):
-        other_id = tl.load(ids_ptr + token * ids_stride + k, mask=is_token, other=-1)[:, None]
-        other_weight = tl.load(weights_ptr + token * weights_stride + k, mask=is_token, other=0.0)[:, None]
+        other_id = tl.load(placed.ids + token * ids_stride + k, mask=is_token, other=-1)[:, None]
+        other_weight = tl.load(placed.weights + token * weights_stride + k, mask=is_token, other=0.0)[:, None]
         same = ids == other_id
         weights = tl.where(column < k, weights + tl.where(same, other_weight, 0.0), weights)
         repeated += (same & (column > k)).to(tl.int32)
     keep = here & (repeated == 0)
     local_ids = tl.where(keep, ids - first, -1).to(tl.int32)
     place = token[:, None] * K + column
-    tl.store(local_ids_ptr + place, local_ids, mask=inside)
-    tl.store(local_weights_ptr + place, tl.where(keep, weights, 0.0), mask=inside)
+    tl.store(placed.local_ids + place, local_ids, mask=inside)
+    tl.store(placed.local_weights + place, tl.where(keep, weights, 0.0), mask=inside)
     return local_ids
 
 
 @triton.jit(do_not_specialize=["num_tokens", "first", "last", "ids_stride", "weights_stride"])
 def _merge_repeats_kernel(
-    ids_ptr,  # [N, K] int32 or int64, rows `ids_stride` apart
-    weights_ptr,  # [N, K] float32, rows `weights_stride` apart
-    local_ids_ptr,  # [N, K] int32, out
-    local_weights_ptr,  # [N, K] float32, out
+    placed,  # Placed, its first four
     num_tokens,
     first,
     last,
@@ -101,20 +98,7 @@ def _merge_repeats_kernel(
     same order, as `ep_moe.layout.reference.merge_repeats`.
     """
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
-    _merge_repeats(
-        ids_ptr,
-        weights_ptr,
-        local_ids_ptr,
-        local_weights_ptr,
-        token,
-        num_tokens,
-        first,
-        last,
-        ids_stride,
-        weights_stride,
-        K,
-        COLUMNS,
-    )
+    _merge_repeats(placed, token, (num_tokens, first, last, ids_stride, weights_stride), K, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -133,6 +117,19 @@ def _count_rows_kernel(
     expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
     count = tl.sum((ids[:, None] == expert[None, :]).to(tl.int32), 0)
     tl.store(counts_ptr + block * IDS.L + expert, count, mask=expert < IDS.L)
+
+
+@triton.jit
+def _store_starts(counts_ptr, starts_ptr, total, is_expert, capacity, alignment, BATCHED: tl.constexpr):
+    """Store the counts of all experts and the first row of each."""
+    expert = tl.arange(0, total.shape[0])
+    if BATCHED:
+        row_start = expert * capacity
+    else:
+        aligned = (total + alignment - 1) // alignment * alignment
+        row_start = tl.cumsum(aligned, 0) - aligned
+    tl.store(counts_ptr + expert, total, mask=is_expert)
+    tl.store(starts_ptr + expert, row_start.to(tl.int32), mask=is_expert)
 
 
 @triton.jit(do_not_specialize=["num_blocks", "capacity", "alignment"])
@@ -159,35 +156,12 @@ def _sum_counts_kernel(
         counts = tl.load(pointers, mask=inside, other=0)
         tl.store(pointers, total[None, :] + tl.cumsum(counts, 0) - counts, mask=inside)
         total += tl.sum(counts, 0)
-    if BATCHED:
-        row_start = expert * capacity
-    else:
-        aligned = (total + alignment - 1) // alignment * alignment
-        row_start = tl.cumsum(aligned, 0) - aligned
-    tl.store(expert_num_tokens_ptr + expert, total, mask=is_expert)
-    tl.store(expert_row_start_ptr + expert, row_start.to(tl.int32), mask=is_expert)
+    _store_starts(expert_num_tokens_ptr, expert_row_start_ptr, total, is_expert, capacity, alignment, BATCHED)
 
 
 @triton.jit
 def merge_and_place(
-    ids_ptr,
-    weights_ptr,
-    local_ids_ptr,
-    local_weights_ptr,
-    before_ptr,
-    expert_num_tokens_ptr,
-    expert_row_start_ptr,
-    num_tokens,
-    first,
-    last,
-    ids_stride,
-    weights_stride,
-    capacity,
-    alignment,
-    IDS,
-    EXPERTS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BATCHED: tl.constexpr,
+    placed, sizes, capacity, alignment, IDS, EXPERTS: tl.constexpr, BLOCKS: tl.constexpr, BATCHED: tl.constexpr
 ):
     """As `_merge_and_place_kernel`, by one program; returns the counts of experts [EXPERTS].
 
@@ -197,32 +171,14 @@ def merge_and_place(
     is_expert = expert < IDS.L
     total = tl.zeros([EXPERTS], tl.int32)
     for block in range(BLOCKS):
-        ids = _merge_repeats(
-            ids_ptr,
-            weights_ptr,
-            local_ids_ptr,
-            local_weights_ptr,
-            (tl.arange(0, IDS.TOKENS) + block * IDS.TOKENS).to(tl.int64),
-            num_tokens,
-            first,
-            last,
-            ids_stride,
-            weights_stride,
-            IDS.K,
-            IDS.COLUMNS,
-        )
+        token = (tl.arange(0, IDS.TOKENS) + block * IDS.TOKENS).to(tl.int64)
+        ids = _merge_repeats(placed, token, sizes, IDS.K, IDS.COLUMNS)
         nowhere = tl.zeros(ids.shape, tl.int32) + IDS.L
         counted = tl.where((ids >= 0) & (tl.arange(0, IDS.COLUMNS) < IDS.K)[None, :], ids, nowhere)
         count = tl.histogram(tl.reshape(counted, [IDS.TOKENS * IDS.COLUMNS]), EXPERTS)
-        tl.store(before_ptr + expert + block * IDS.L, total, mask=is_expert)
+        tl.store(placed.before + expert + block * IDS.L, total, mask=is_expert)
         total += tl.where(is_expert, count, 0)
-    if BATCHED:
-        row_start = expert * capacity
-    else:
-        aligned = (total + alignment - 1) // alignment * alignment
-        row_start = tl.cumsum(aligned, 0) - aligned
-    tl.store(expert_num_tokens_ptr + expert, total, mask=is_expert)
-    tl.store(expert_row_start_ptr + expert, row_start.to(tl.int32), mask=is_expert)
+    _store_starts(placed.expert_num_tokens, placed.expert_row_start, total, is_expert, capacity, alignment, BATCHED)
     return total
 
 
@@ -230,13 +186,7 @@ def merge_and_place(
     do_not_specialize=["num_tokens", "first", "last", "ids_stride", "weights_stride", "capacity", "alignment"],
 )
 def _merge_and_place_kernel(
-    ids_ptr,  # [N, K] int32 or int64, rows `ids_stride` apart
-    weights_ptr,  # [N, K] float32, rows `weights_stride` apart
-    local_ids_ptr,  # [N, K] int32, out
-    local_weights_ptr,  # [N, K] float32, out
-    before_ptr,  # [B, L] int32, out: rows of each expert in earlier blocks
-    expert_num_tokens_ptr,  # [L] int32, out
-    expert_row_start_ptr,  # [L] int32, out
+    placed,  # Placed
     num_tokens,
     first,
     last,
@@ -250,36 +200,12 @@ def _merge_and_place_kernel(
     BATCHED: tl.constexpr,
 ):
     """What the three kernels above store, for tokens of a few blocks: one program, in one launch."""
-    merge_and_place(
-        ids_ptr,
-        weights_ptr,
-        local_ids_ptr,
-        local_weights_ptr,
-        before_ptr,
-        expert_num_tokens_ptr,
-        expert_row_start_ptr,
-        num_tokens,
-        first,
-        last,
-        ids_stride,
-        weights_stride,
-        capacity,
-        alignment,
-        IDS,
-        EXPERTS,
-        BLOCKS,
-        BATCHED,
-    )
+    sizes = num_tokens, first, last, ids_stride, weights_stride
+    merge_and_place(placed, sizes, capacity, alignment, IDS, EXPERTS, BLOCKS, BATCHED)
 
 
 @triton.jit
-def _rows_of_token(
-    ids_ptr,
-    before_ptr,
-    expert_row_start_ptr,
-    token,
-    IDS,
-):
+def _rows_of_token(ids_ptr, before_ptr, expert_row_start_ptr, token, IDS):
     """Return the row [COLUMNS] of each of a token's experts, -1 none."""
     column = tl.arange(0, IDS.COLUMNS)
     mine = tl.load(ids_ptr + token * IDS.K + column, mask=column < IDS.K, other=-1)
