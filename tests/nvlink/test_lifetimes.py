@@ -165,8 +165,8 @@ def test_a_repeated_round_passes_the_addresses_of_a_first(layout: Layout, monkey
         results: list[torch.Tensor] = []
         run()
         again: list[list[int]] = []
-        repeat = plan().repeated_combines[0, shared.dtype] = lambda values: again.append([*values])
-        plan().repeated_dispatches[0] = repeat, plan().received[0]
+        for kernel in (plan().dispatches[0, 0, True, True], plan().combines[0, False, shared.dtype, True, True]):
+            kernel.run = lambda values: again.append([*values])
         object.__setattr__(plan(), "new_result", lambda: results[0])
         run()
         assert results[1] is results[0]

@@ -57,8 +57,6 @@ class CombineLauncher:
         results = Results(unused if y is None else aligned(y), unused if shared is None else shared, target)
         shared_stride = 0 if shared is None else shared.stride(0) // ALIGNMENT
         self._launch(kernel, results, (shared_stride, target.stride(0) // ALIGNMENT))
-        if send and y is not None and kernel.run is not None:
-            plan.repeated_combines[slot, None if shared is None else shared.dtype] = kernel.run
         return target if out is None or target is out else out.copy_(target)
 
     def _launch(self, kernel: Kernel, results: Results, strides: tuple[int, int]) -> None:
@@ -72,9 +70,9 @@ class CombineLauncher:
     def repeat(self, slot: int, plan: RoundPlan, y: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor | None:
         """`receive` with `send`, if its kernel is loaded and reads y and shared in place; else None. No host sync."""
         context, unused = self._context, self._unused_address
-        repeat = plan.repeated_combines.get((slot, None if shared is None else shared.dtype))
+        kernel = plan.combines.get((slot, False, None if shared is None else shared.dtype, True, True))
         y_address, shared_address, shared_stride = y.data_ptr(), unused, 0
-        if repeat is None or y_address & 15 or not y.is_contiguous():
+        if kernel is None or kernel.run is None or y_address & 15 or not y.is_contiguous():
             return None
         if shared is not None:
             if not is_aligned(shared):
@@ -82,7 +80,7 @@ class CombineLauncher:
             shared_address, shared_stride = shared.data_ptr(), shared.stride(0) // ALIGNMENT
         result = plan.new_result()
         numbers = shared_stride, context.config.hidden // ALIGNMENT, context.timeout_ns
-        repeat((y_address, shared_address, result.data_ptr(), *numbers))
+        kernel.run((y_address, shared_address, result.data_ptr(), *numbers))
         return result
 
     def kernel_of(

@@ -83,12 +83,7 @@ class DispatchLauncher:
     ) -> RoundInputs:
         """Launch the sending half; returns the inputs for `receive`. Local, no host sync."""
         inputs = self.inputs_of(plan, x, routing, num_tokens=num_tokens, tag=tag)
-        kernel, numbers = self.kernel_of(slot, inputs, send=True, receive=False), self._numbers(inputs)
-        if kernel.run is None:
-            kernel((inputs.tokens, self.no_batch), numbers)
-        else:
-            tokens = map(torch.Tensor.data_ptr, inputs.tokens)
-            kernel.run((*tokens, self._unused_address, self._unscaled_address, *numbers))
+        self._launch(slot, inputs, None, send=True, receive=False)
         return inputs
 
     def receive(
@@ -98,23 +93,27 @@ class DispatchLauncher:
 
         Local, no host sync.
         """
-        plan = inputs.plan
-        kernel, received = self.kernel_of(slot, inputs, send=send, receive=True), self._received_of(plan, slot)
-        memory = received.template.allocate() if memory is None else memory
-        batch = received.template.batch(memory)
-        if kernel.run is None:  # in the dtypes that the kernel stores
-            scale = self._unscaled if batch.scale is None else as_bytes(batch.scale)
-            kernel((inputs.tokens, Batch(as_bytes(batch.x).view(torch.int32), scale)), self._numbers(inputs))
-        else:
-            tokens = map(torch.Tensor.data_ptr, inputs.tokens)
-            kernel.run((*tokens, *received.addresses(memory), *self._numbers(inputs)))
-        if send and kernel.run is not None and plan.in_place and not inputs.refusal:
-            plan.repeated_dispatches[slot] = kernel.run, received
+        template = self._received_of(inputs.plan, slot).template
+        batch = template.batch(template.allocate() if memory is None else memory)
+        self._launch(slot, inputs, batch, send=send, receive=True)
         return batch
 
-    def _numbers(self, inputs: RoundInputs) -> tuple[int, ...]:
-        """The kernel's numbers that change from launch to launch."""
-        return *inputs.strides, *inputs.tag, self._context.timeout_ns
+    def _launch(self, slot: int, inputs: RoundInputs, batch: ExpertBatch | None, *, send: bool, receive: bool) -> None:
+        """Launch a dispatch or one half of it, which fills the batch if it receives."""
+        kernel = self.kernel_of(slot, inputs, send=send, receive=receive)
+        numbers = *inputs.strides, *inputs.tag, self._context.timeout_ns
+        if kernel.run is None:
+            filled = self.no_batch
+            if batch is not None:  # in the dtypes that the kernel stores
+                scale = self._unscaled if batch.scale is None else as_bytes(batch.scale)
+                filled = Batch(as_bytes(batch.x).view(torch.int32), scale)
+            kernel((inputs.tokens, filled), numbers)
+            return
+        filled_at = self._unused_address, self._unscaled_address
+        if batch is not None:
+            assert batch.memory is not None
+            filled_at = self._received_of(inputs.plan, slot).addresses(batch.memory)
+        kernel.run((*map(torch.Tensor.data_ptr, inputs.tokens), *filled_at, *numbers))
 
     def repeat(
         self,
@@ -130,10 +129,10 @@ class DispatchLauncher:
 
         Local, no host sync.
         """
-        found = plan.repeated_dispatches.get(slot)
-        if found is None:
+        kernel = plan.dispatches.get((slot, 0, True, True))
+        if kernel is None or kernel.run is None:
             return None
-        repeat, received = found
+        received = self._received_of(plan, slot)
         ids, weights, unused = routing.topk_ids, routing.topk_weights, self._unused_address
         dense = routing.signature is not None or (ids.is_contiguous() and weights.is_contiguous())
         x_address, ids_address, weights_address = x.data_ptr(), ids.data_ptr(), weights.data_ptr()
@@ -142,20 +141,8 @@ class DispatchLauncher:
             return None
         template = received.template
         memory = template.allocate()
-        values, scale = received.addresses(memory)
-        inputs = (
-            x_address,
-            unused,
-            ids_address,
-            weights_address,
-            count,
-            unused,
-            unused,
-            self._unscaled_address,
-            values,
-            scale,
-        )
-        repeat((*inputs, *plan.strides, *tag, self._context.timeout_ns))
+        tokens = x_address, unused, ids_address, weights_address, count, unused, unused, self._unscaled_address
+        kernel.run((*tokens, *received.addresses(memory), *plan.strides, *tag, self._context.timeout_ns))
         return template.batch(memory)
 
     def discard(self, slot: int, inputs: RoundInputs) -> RoundPlan:

@@ -14,7 +14,7 @@ import triton
 
 from ep_moe.config import ALIGNMENT, Layout, TransportConfig
 from ep_moe.kernel_launch.allocation import allocator
-from ep_moe.kernel_launch.kernel import Kernel, Run
+from ep_moe.kernel_launch.kernel import Kernel
 from ep_moe.kernels.exchange.dispatch_receive import Receiving
 from ep_moe.kernels.exchange.dispatch_send import Sending
 from ep_moe.kernels.exchange.wire_layout import Ranks, Regions, Row
@@ -70,10 +70,6 @@ class RoundPlan:
     combines: dict[tuple[Any, ...], Kernel] = dataclasses.field(default_factory=dict)
     received: dict[int, Any] = dataclasses.field(default_factory=dict)  # `Received` by slot
     signature: object = dataclasses.field(default_factory=object)  # of its batches
-    # loaded launches of both halves at once, whose tensors are sent and received in place; of a dispatch by slot, with
-    # how its batches are made
-    repeated_dispatches: dict[int, tuple[Run, Any]] = dataclasses.field(default_factory=dict)
-    repeated_combines: dict[tuple[int, torch.dtype | None], Run] = dataclasses.field(default_factory=dict)
 
 
 def plan_key(arguments: DispatchArguments, max_num_tokens: int) -> tuple[Any, ...]:
