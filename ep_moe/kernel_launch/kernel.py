@@ -50,8 +50,8 @@ class Kernel:
         grid: int | tuple[int, ...],
         *,
         constants: dict[str, Any],
-        options: dict[str, Any],
         device: torch.device,
+        options: dict[str, Any] | None = None,
         fixed: tuple[Any, ...] = (),
         settings: tuple[int | float, ...] = (),
         prepare: Callable[[Any], None] | None = None,
@@ -63,7 +63,7 @@ class Kernel:
             name: as_constants(value, kernel, name) if hasattr(value, "_fields") else value
             for name, value in constants.items()
         }
-        self._options, self._device, self._prepare = options, device, prepare
+        self._options, self._device, self._prepare = options or {}, device, prepare
         self.run: Run | None = None
         self.driver: DriverKernel | None = None
 

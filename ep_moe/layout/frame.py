@@ -36,7 +36,6 @@ class Frame:
     def finish(
         self,
         rows: TokenRows,
-        *,
         scheme: QuantScheme,
         dtype: torch.dtype,
         expert_row_start: torch.Tensor,
@@ -75,8 +74,8 @@ def make_frame(
     *,
     num_local_experts: int,
     capacity: int,
-    alignment: int,
-    max_rows: int | None,
+    alignment: int = 1,
+    max_rows: int | None = None,
 ) -> Frame:
     """Allocate a batch for `rows`. COMPACT gets the most rows that `max_rows` rows can occupy with alignment.
 

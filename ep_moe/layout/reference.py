@@ -3,6 +3,8 @@
 Letters: N received token rows, K top-k, H hidden, G scale groups, L local experts, C rows of an expert in BATCHED.
 """
 
+from typing import Any
+
 import torch
 
 from ep_moe.config import Layout
@@ -47,40 +49,21 @@ def _place_rows(ids: torch.Tensor, frame: Frame) -> tuple[torch.Tensor, torch.Te
     return starts.int(), counts.int(), token_to_row.int()
 
 
-def pack(
-    rows: TokenRows,
-    layout: Layout,
-    *,
-    scheme: QuantScheme,
-    dtype: torch.dtype,
-    num_local_experts: int,
-    capacity: int,
-    alignment: int = 1,
-    max_rows: int | None = None,
-) -> Packed:
-    """`ep_moe.layout.pack`. Local, on the current stream, reads counts back to the host."""
-    frame = make_frame(
-        rows, layout, num_local_experts=num_local_experts, capacity=capacity, alignment=alignment, max_rows=max_rows
-    )
+def pack(rows: TokenRows, layout: Layout, *, scheme: QuantScheme, dtype: torch.dtype, **sizes: Any) -> Packed:
+    """`ep_moe.layout.pack`, whose other arguments are `sizes`. Local, reads counts back to the host."""
+    frame = make_frame(rows, layout, **sizes)
     starts, counts, token_to_row = _place_rows(rows.local_topk_ids, frame)
     host_counts = counts.tolist()
-    if layout is Layout.BATCHED and max(host_counts, default=0) > capacity:
-        raise ValueError(f"an expert has {max(host_counts)} rows, which exceeds capacity ({capacity})")
-    if rows.max_expert_rows is not None and max(host_counts, default=0) > rows.max_expert_rows:
-        raise ValueError(
-            f"an expert has {max(host_counts)} rows, which exceeds max_expert_rows ({rows.max_expert_rows})"
-        )
+    largest, limits = max(host_counts, default=0), {"max_expert_rows": rows.max_expert_rows}
+    if layout is Layout.BATCHED:
+        limits = {"capacity": sizes["capacity"], **limits}
+    for name, limit in limits.items():
+        if limit is not None and largest > limit:
+            raise ValueError(f"an expert has {largest} rows, which exceeds {name} ({limit})")
     if sum(host_counts) > frame.max_rows:
         raise ValueError(f"experts have {sum(host_counts)} rows, which exceeds max_rows ({frame.max_rows})")
     _copy_rows(rows, frame, token_to_row)
-    return frame.finish(
-        rows,
-        scheme=scheme,
-        dtype=dtype,
-        expert_row_start=starts,
-        expert_num_tokens=counts,
-        token_to_row=token_to_row,
-    )
+    return frame.finish(rows, scheme, dtype, starts, counts, token_to_row)
 
 
 def _copy_rows(rows: TokenRows, frame: Frame, token_to_row: torch.Tensor) -> None:

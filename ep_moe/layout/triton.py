@@ -91,7 +91,6 @@ def _merge_launch(
         triton.cdiv(num_tokens, tokens),
         settings=(num_tokens, *own, *strides),
         constants={"K": num_topk, "COLUMNS": columns, "TOKENS": tokens},
-        options={},
         device=device,
     )
 
@@ -149,7 +148,6 @@ def _count_launches(
         (blocks, triton.cdiv(experts, _COUNTED_EXPERTS)),
         settings=(num_tokens,),
         constants={"IDS": _ids_constants(experts, num_topk), "EXPERTS": _COUNTED_EXPERTS},
-        options={},
         device=device,
     )
     add = Kernel(
@@ -162,7 +160,6 @@ def _count_launches(
             "BLOCKS": max(summed_counts // padded, 1),
             "BATCHED": layout is Layout.BATCHED,
         },
-        options={},
         device=device,
     )
     return count, add
@@ -266,32 +263,17 @@ def copy_block(row_words: int) -> tuple[int, int]:
     return words, min(words // (32 * UNIT_WORDS), 4)
 
 
-def pack(
-    rows: TokenRows,
-    layout: Layout,
-    *,
-    scheme: QuantScheme,
-    dtype: torch.dtype,
-    num_local_experts: int,
-    capacity: int,
-    alignment: int = 1,
-    max_rows: int | None = None,
-) -> Packed:
-    """`ep_moe.layout.pack` in three launches; rows that are no whole words are copied before and after.
+def pack(rows: TokenRows, layout: Layout, *, scheme: QuantScheme, dtype: torch.dtype, **sizes: Any) -> Packed:
+    """`ep_moe.layout.pack`, whose other arguments are `sizes`, in three launches; rows that are no whole words are
+    copied before and after.
 
     Errors: ValueError in BATCHED if an expert may have more than C rows, whichever it is: `rows.max_expert_rows`, or N
     if there is no such bound, can be checked without a host sync. Local, on the current stream, no host sync.
     """
     num_tokens, num_topk = rows.local_topk_ids.shape
     most = num_tokens if rows.max_expert_rows is None else min(num_tokens, rows.max_expert_rows)
-    if layout is Layout.BATCHED and most > capacity:
-        raise ValueError(f"an expert may have {most} rows, which exceeds capacity ({capacity})")
-    sizes: dict[str, Any] = {
-        "num_local_experts": num_local_experts,
-        "capacity": capacity,
-        "alignment": alignment,
-        "max_rows": max_rows,
-    }
+    if layout is Layout.BATCHED and most > sizes["capacity"]:
+        raise ValueError(f"an expert may have {most} rows, which exceeds capacity ({sizes['capacity']})")
     width, size = rows.x.shape[1], rows.x.element_size()
     if width * size % 4 and (layout is not Layout.FLAT or not rows.x.is_contiguous()):
         wide = rows.x.new_empty(num_tokens, width + (-width * size % 4) // size)
@@ -304,14 +286,7 @@ def pack(
     places = _count_rows(ids, frame)
     token_to_row = torch.empty(num_tokens, num_topk, dtype=torch.int32, device=ids.device)
     _copy_rows(rows, ids, frame, places, token_to_row)
-    return frame.finish(
-        rows,
-        scheme=scheme,
-        dtype=dtype,
-        expert_row_start=places.expert_row_start,
-        expert_num_tokens=places.expert_num_tokens,
-        token_to_row=token_to_row,
-    )
+    return frame.finish(rows, scheme, dtype, places.expert_row_start, places.expert_num_tokens, token_to_row)
 
 
 def _copy_rows(rows: TokenRows, ids: torch.Tensor, frame: Frame, places: _Places, token_to_row: torch.Tensor) -> None:

@@ -32,7 +32,6 @@ def sorted_pairs(num_pairs: int, num_places: int, height: int, device: torch.dev
         triton.cdiv(num_places, _BLOCK),
         settings=(num_places, num_pairs),
         constants={"HEIGHT": height, "BLOCK": _BLOCK},
-        options={},
         device=device,
     )
     fill, given = _fill(num_pairs, device), ("pairs", "experts", "end")
@@ -63,7 +62,6 @@ def ragged_pairs(
         triton.cdiv(num_pairs, block),
         settings=(num_pairs, num_tokens),
         constants={"E": num_experts, "EXPERTS": experts, "BLOCK": block},
-        options={},
         device=device,
     )
     copy = pair_copies(num_pairs, 1, hidden, (x.stride(0), 1, 1), device, on_input=on_input, factor=1.0)
@@ -92,6 +90,5 @@ def _fill(num_pairs: int, device: torch.device) -> Kernel:
         triton.cdiv(num_pairs, _BLOCK),
         settings=(num_pairs,),
         constants={"BLOCK": _BLOCK},
-        options={},
         device=device,
     )

@@ -48,9 +48,7 @@ class PairLists:
             local_topk_ids=torch.empty(shape, dtype=torch.int32, device="meta"),
             topk_weights=torch.empty(shape, dtype=torch.float32, device="meta"),
         )
-        frame = make_frame(
-            like, Layout.COMPACT, num_local_experts=num_experts, capacity=num_pairs, alignment=1, max_rows=None
-        )
+        frame = make_frame(like, Layout.COMPACT, num_local_experts=num_experts, capacity=num_pairs)
         blocks = -(-num_pairs // block_tokens(1))
         pieces: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "local_ids": (shape, torch.int32),

@@ -74,14 +74,8 @@ class RoutedPacking:
             local_topk_ids=torch.empty(num_tokens, num_topk, dtype=torch.int32, device="meta"),
             topk_weights=torch.empty(num_tokens, num_topk, dtype=torch.float32, device="meta"),
         )
-        frame = make_frame(
-            rows,
-            sizes.layout,
-            num_local_experts=sizes.num_local_experts,
-            capacity=sizes.capacity,
-            alignment=1,
-            max_rows=None,
-        )
+        experts, capacity = sizes.num_local_experts, sizes.capacity
+        frame = make_frame(rows, sizes.layout, num_local_experts=experts, capacity=capacity)
         self._place(frame, topk_ids, topk_weights)
         self._copy(frame, rows, source)
         aliases = {f"{name}:words": (name, torch.int32) for name in (source, "x")}

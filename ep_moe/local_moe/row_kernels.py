@@ -31,13 +31,21 @@ _NO_SCALARS = ExpertScalars(None, None, None, None, None, None)
 _NO_ACTIVATION = ActivationConfig(kind=ActivationKind.IDENTITY)
 
 
-def _sequence(shape: CallShape, tiles: ExpertTiles | None, given: tuple[str, ...], num_flags: int) -> LaunchSequence:
+@functools.lru_cache(maxsize=_MOST_PREPARED)
+def _sequence(
+    thread: int,
+    shape: CallShape,
+    tiles: ExpertTiles | None,
+    given: tuple[tuple[str, torch.dtype], ...],
+    num_flags: int,
+) -> LaunchSequence:
     """The launches of calls of one shape: zeros, the tile list, the gather of rows if there is one, and the GEMM.
 
     Args:
-        tiles: None chooses by table. given: names of the tensors, of those of `ep_moe.local_moe.row_gemm`, in order.
+        tiles: None chooses by table. given: names and dtypes of the tensors of `ep_moe.local_moe.row_gemm`, in order.
         num_flags: of rows that may become zeros, 0 without.
     """
+    del thread  # each has its own, so that none waits for another's launches
     backend, chosen = choose_backend(shape, [TritonGemms()], tiles)
     # no second GEMM sums the result in an order of its own
     chosen = dataclasses.replace(chosen, second=dataclasses.replace(chosen.second, swap=False))
@@ -63,7 +71,7 @@ def _sequence(shape: CallShape, tiles: ExpertTiles | None, given: tuple[str, ...
         launches.insert(1, (gather, ("x", "x_scale", packed, listed_rows, tile_list)))
     if num_flags:
         launches.insert(0, (_zero_launch(num_flags, shape.intermediate, shape.device), ("out", "zeros")))
-    return LaunchSequence(launches, given, pieces, shape.device)
+    return LaunchSequence(launches, tuple(name for name, _ in given), pieces, shape.device)
 
 
 def _zero_launch(num_flags: int, columns: int, device: torch.device) -> Kernel:
@@ -73,22 +81,8 @@ def _zero_launch(num_flags: int, columns: int, device: torch.device) -> Kernel:
         num_programs(device, _ZERO_PROGRAMS_PER_SM, num_flags),
         settings=(num_flags, columns),
         constants={"BLOCK": _ZERO_BLOCK},
-        options={},
         device=device,
     )
-
-
-@functools.lru_cache(maxsize=_MOST_PREPARED)
-def _prepared(
-    thread: int,
-    shape: CallShape,
-    tiles: ExpertTiles | None,
-    given: tuple[tuple[str, torch.dtype], ...],
-    num_flags: int,
-) -> LaunchSequence:
-    """The launches of calls of a shape whose tensors have these names and dtypes."""
-    del thread  # each has its own, so that none waits for another's launches
-    return _sequence(shape, tiles, tuple(name for name, _ in given), num_flags)
 
 
 def launch_row_gemm(
@@ -126,7 +120,7 @@ def launch_row_gemm(
     )
     given = tuple((name, tensor.dtype) for name, tensor in tensors.items())
     num_flags = tensors["zeros"].shape[0] if "zeros" in tensors else 0
-    sequence = _prepared(threading.get_ident(), shape, tiles, given, num_flags)
+    sequence = _sequence(threading.get_ident(), shape, tiles, given, num_flags)
     if sequence.repeat([*map(torch.Tensor.data_ptr, tensors.values())]) is None:
         sequence.run(tensors)
     return sequence
