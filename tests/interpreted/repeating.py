@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ep_moe.kernel_launch.kernel import Kernel
+from ep_moe.kernel_launch.kernel import Kernel, present
 from ep_moe.kernel_launch.sequence import LaunchSequence
 from ep_moe.layout.base import packable
 from ep_moe.local_moe import calls
@@ -37,6 +37,30 @@ def without_memory(arguments: Any) -> Any:
         found = [without_memory(each) for each in arguments]
         return type(arguments)(*found) if hasattr(arguments, "_fields") else tuple(found)
     return None if arguments is None else _shape_of(arguments)
+
+
+class Recorder:
+    """Stands for a kernel: records addresses, of tensors in first calls, given as such in later ones."""
+
+    driver = None
+
+    def __init__(self) -> None:
+        self.first: list[int] = []
+        self.repeated: list[int] = []
+
+    def __call__(self, tensors: tuple[Any, ...]) -> None:
+        self.first += [tensor.data_ptr() for tensor in present(tensors)]
+
+    def run(self, addresses: tuple[int, ...]) -> None:
+        self.repeated += addresses
+
+
+def recorded(sequence: LaunchSequence) -> list[Recorder]:
+    """Recorders in place of a sequence's kernels, which all take the same workspace."""
+    memory, recorders = sequence.workspace.allocate(), [Recorder() for _ in sequence.launches]
+    sequence.launches = list(zip(recorders, [names for _, names in sequence.launches], strict=True))
+    sequence.workspace.allocate, sequence.loaded = lambda: memory, None
+    return recorders
 
 
 @pytest.fixture

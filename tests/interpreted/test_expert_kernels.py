@@ -38,7 +38,7 @@ from ep_moe.experts.requantize import prepare_tile_list
 from ep_moe.experts.tile_tables import default_table, table_name
 from ep_moe.experts.triton import TritonGemms
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles, fit_stages
-from ep_moe.kernel_launch.kernel import as_constants, present
+from ep_moe.kernel_launch.kernel import as_constants
 from ep_moe.kernels.gemm.arguments import RowGroups, Rows, Stored, TileList
 from ep_moe.kernels.gemm.requantize import _expert_amax_kernel
 from ep_moe.layout import ExpertBatch, Flat
@@ -46,6 +46,7 @@ from ep_moe.quant import QuantScheme, StoredMatrix, dequantize_weight, get_schem
 from ep_moe.testing import ROW_ERROR_LIMITS, assert_same_bits, worst_row_error
 from ep_moe.weights import ExpertWeights
 from interpreted.common import DEVICE
+from interpreted.repeating import recorded
 
 # In a row of 80 elements a single one that requantizes to its other neighbor matters: a GPU's fp8 sums of 14 bits cause
 # that, the interpreter's do not.
@@ -455,20 +456,6 @@ def test_calls_of_one_shape_are_prepared_once() -> None:
     assert experts.prepare(case.batch(Layout.BATCHED), case.weights) is not first
 
 
-class Recorder:
-    """Stands for a kernel: records addresses, of tensors in a first call, given as such in later ones."""
-
-    def __init__(self) -> None:
-        self.first: list[int] = []
-        self.repeated: list[int] = []
-
-    def __call__(self, groups: tuple[Any, ...]) -> None:
-        self.first += [tensor.data_ptr() for tensor in present(groups)]
-
-    def repeat(self, addresses: tuple[int, ...]) -> None:
-        self.repeated += addresses
-
-
 @pytest.mark.parametrize(
     ("name", "layout", "static"),
     [
@@ -484,10 +471,7 @@ def test_a_repeated_call_passes_the_addresses_of_a_first(name: str, layout: Layo
     copies = {field: getattr(batch, field).clone() for field in ("expert_row_start", "expert_num_tokens")}
     batch = dataclasses.replace(batch, **copies)  # aligned to 16 bytes
     out = torch.empty(batch.output_shape, dtype=case.dtype, device=DEVICE)
-    sequence = experts.prepare(batch, case.weights).sequence
-    memory, recorders = sequence.workspace.allocate(), [Recorder() for _ in sequence.launches]
-    sequence.workspace.allocate = lambda: memory
-    sequence.launches = list(zip(recorders, [names for _, names in sequence.launches], strict=True))
+    recorders = recorded(experts.prepare(batch, case.weights).sequence)
     for _ in range(2):
         experts(batch, case.weights, out=out)
     assert [recorder.repeated for recorder in recorders] == [recorder.first for recorder in recorders]

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from ep_moe.config import Layout
-from ep_moe.kernel_launch.kernel import present
 from ep_moe.layout import Packed, TokenRows, reference, triton
 from ep_moe.layout.base import PackingSizes
 from ep_moe.local_moe.routed import RoutedPacking
 from ep_moe.quant import Quantized, QuantScheme, TensorFormat, as_bytes, get_scheme, quantize
 from ep_moe.testing import assert_same_bits, poisoned_memory
 from interpreted.common import DEVICE, generator, random_payload, strided
+from interpreted.repeating import recorded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -248,20 +248,6 @@ def _rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return as_bytes(rows).flatten(0, -2)[index]
 
 
-class Recorder:
-    """Stands for a launch: records addresses, of tensors in first calls, given as such in later ones."""
-
-    def __init__(self) -> None:
-        self.first: list[int] = []
-        self.repeated: list[int] = []
-
-    def __call__(self, tensors: tuple[Any, ...]) -> None:
-        self.first += [tensor.data_ptr() for tensor in present(tensors)]
-
-    def repeat(self, addresses: tuple[int, ...]) -> None:
-        self.repeated += addresses
-
-
 ROUTED = [  # tokens, top-k, experts, scheme, layout, what quantizes
     pytest.param(9, 3, 5, "none", Layout.COMPACT, "", id="plain"),
     pytest.param(150, 2, 40, "none", Layout.BATCHED, "", id="several_launches"),
@@ -342,10 +328,7 @@ def test_routed_tokens(
     assert packing.weighted_sum(y.to(DEVICE), batch, out) is out
     assert_same_bits(out.bfloat16(), summed, "sum in float32")
 
-    sequence = packing.sequence
-    memory, recorders = sequence.workspace.allocate(), [Recorder() for _ in sequence.launches]
-    sequence.launches = list(zip(recorders, [names for _, names in sequence.launches], strict=True))
-    sequence.workspace.allocate, sequence.loaded = lambda: memory, None
+    recorders = recorded(packing.sequence)
     if quantizer != "packing" or name != "fp8_tensor":  # whose largest magnitude is a new tensor in each call
         for _ in range(2):
             assert packing.pack(*inputs) is not None

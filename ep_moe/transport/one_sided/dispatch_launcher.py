@@ -132,7 +132,7 @@ class DispatchLauncher:
         kernel = plan.dispatches.get((slot, 0, True, True))
         if kernel is None or kernel.run is None:
             return None
-        received = self._received_of(plan, slot)
+        received: Received = plan.received.get(slot) or self._received_of(plan, slot)
         ids, weights, unused = routing.topk_ids, routing.topk_weights, self._unused_address
         dense = routing.signature is not None or (ids.is_contiguous() and weights.is_contiguous())
         x_address, ids_address, weights_address = x.data_ptr(), ids.data_ptr(), weights.data_ptr()
