@@ -84,11 +84,6 @@ def experts_for(
     return _experts_for(threading.get_ident(), activation, scheme, device, tiles)
 
 
-def tensor_key(tensor: torch.Tensor | None) -> tuple[object, ...] | None:
-    """What checks and launches depend on: all of a tensor but its address and values. Local."""
-    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-
-
 class KeptWeights:
     """What was made of the weights of earlier calls, as long as the first tensor of each exists.
 

@@ -1,16 +1,20 @@
-"""The arguments of `trtllm_fp4_block_scale_moe`: what they say of the activation and the routing.
+"""The arguments of `trtllm_fp4_block_scale_moe`: the activation, the routing and the weights that they describe.
 
 Letters: T tokens, H hidden, I intermediate, K top-k, E experts of all ranks, L local experts, S shared experts, which
 every token has.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ep_moe.config import ActivationConfig, ActivationKind, RoutingConfig, RoutingMethod
-from ep_moe.functional.common import check_like
+from ep_moe.functional.call import Weight, Written
+from ep_moe.functional.common import check_like, writes
+from ep_moe.functional.fp4 import NVFP4, stored_weight
+from ep_moe.quant import QuantScheme, StoredMatrix
+from ep_moe.weights import ExpertWeights, PerExpert
 
 _ACTIVATIONS = {
     3: ActivationKind.SWIGLU,
@@ -26,6 +30,7 @@ _DEFAULTS: dict[ActivationKind, dict[str, float]] = {  # FlashInfer's, where the
     ActivationKind.SITU: {"beta": 1.0},
 }
 _LOGITS = (torch.float32, torch.bfloat16)
+_FLOAT = (torch.float32,)
 _SCALED_METHODS = (2, 7)
 _NUMBERS = {"alpha": "gemm1_alpha", "beta": "gemm1_beta", "limit": "gemm1_clamp_limit"}
 _VALID = 128  # valid sizes are rounded up to a multiple of this, as FlashInfer does
@@ -38,18 +43,18 @@ class Fp4Call(NamedTuple):
     routing_bias: torch.Tensor | None
     hidden_states: torch.Tensor
     hidden_states_scale: torch.Tensor | None
-    gemm1_weights: torch.Tensor
-    gemm1_weights_scale: torch.Tensor
-    gemm1_bias: torch.Tensor | None
-    gemm1_alpha: torch.Tensor | None
-    gemm1_beta: torch.Tensor | None
-    gemm1_clamp_limit: torch.Tensor | None
-    gemm2_weights: torch.Tensor
-    gemm2_weights_scale: torch.Tensor
-    gemm2_bias: torch.Tensor | None
-    output1_scale_scalar: torch.Tensor | None
-    output1_scale_gate_scalar: torch.Tensor | None
-    output2_scale_scalar: torch.Tensor | None
+    gemm1_weights: Weight
+    gemm1_weights_scale: Weight
+    gemm1_bias: Weight | None
+    gemm1_alpha: Weight | None
+    gemm1_beta: Weight | None
+    gemm1_clamp_limit: Weight | None
+    gemm2_weights: Weight
+    gemm2_weights_scale: Weight
+    gemm2_bias: Weight | None
+    output1_scale_scalar: Weight | None
+    output1_scale_gate_scalar: Weight | None
+    output2_scale_scalar: Weight | None
     num_experts: int
     top_k: int
     n_group: int | None
@@ -61,9 +66,9 @@ class Fp4Call(NamedTuple):
     routing_method_type: int
     activation_type: int
     per_token_scale: torch.Tensor | None
-    output: torch.Tensor | None
+    output: Written | None
     norm_topk_prob: bool
-    routing_replay_out: torch.Tensor | None
+    routing_replay_out: Written | None
     num_fused_shared_experts: int | None
     valid_hidden_size: int | None
     valid_intermediate_size: int | None
@@ -125,14 +130,19 @@ class Fp4Call(NamedTuple):
         return slice(self.local_expert_offset, self.local_expert_offset + self.num_held)
 
     @property
-    def weights(self) -> tuple[torch.Tensor | None, ...]:
-        """The tensors of the weights, their scales, biases and numbers."""
-        return self[_WEIGHTS]  # type: ignore[return-value]
+    def has_copies(self) -> bool:
+        """Whether the weights have tensors that are computed, which would miss later writes to the caller's."""
+        if self.gemm2_bias is not None and self.output2_scale_scalar is not None:
+            return True
+        if self.output1_scale_scalar is not None or self.output1_scale_gate_scalar is not None:
+            plain = self.gemm1_bias is None and self.gemm1_beta is None and self.gemm1_clamp_limit is None
+            return not plain or self.scales_both or self.cut
+        return self.cut
 
     @property
-    def numbers(self) -> tuple[Any, ...]:
-        """Arguments that are numbers."""
-        return *self[_WEIGHTS.stop : _NUMBERS_STOP], self.norm_topk_prob, *self[_SIZES_START:]
+    def written(self) -> tuple[int, ...] | None:
+        """How often the tensors have been written of which the weights have copies, as of `writes`."""
+        return writes(self[_WEIGHTS]) if self.has_copies else ()  # type: ignore[arg-type]
 
     def check_sizes(self) -> None:
         """Raise ValueError unless the local experts are some of all, and valid sizes are within the padded ones."""
@@ -164,8 +174,6 @@ def _unpadded(size: int, valid: int | None) -> int:
 
 
 _WEIGHTS = slice(Fp4Call._fields.index("gemm1_weights"), Fp4Call._fields.index("num_experts"))
-_NUMBERS_STOP = Fp4Call._fields.index("per_token_scale")  # numbers follow the weights
-_SIZES_START = Fp4Call._fields.index("num_fused_shared_experts")
 
 
 @functools.lru_cache(maxsize=64)
@@ -217,3 +225,125 @@ def routing_config(call: Fp4Call) -> RoutingConfig:
         call.routed_scaling_factor,
         call.norm_topk_prob,
     )
+
+
+def _own(call: Fp4Call, name: str, *shape: int) -> torch.Tensor | None:
+    """An optional float32 argument [L, *shape] of the local experts, sliced if it is of all experts."""
+    given = getattr(call, name)
+    if given is None:
+        return None
+    given = given.detach()  # unlike other views, it does not keep the caller's tensor alive
+    if given.shape[:1] == (call.num_total,):
+        given = given[call.local]
+    check_like(given, name, (call.num_held, *shape), _FLOAT)
+    return given
+
+
+def _matrix(call: Fp4Call, name: str, rows: int, columns: int) -> tuple[str, StoredMatrix]:
+    """A weight of the local experts, sliced if it is of all experts, and its format."""
+    values, scale = getattr(call, name), getattr(call, f"{name}_scale")
+    if call.num_total != call.num_held and values.shape[:1] == (call.num_total,):
+        values, scale = values[call.local], scale[call.local]
+    needed = (call.num_held, rows, columns // 2)
+    if tuple(values.shape) != needed or columns % 2:
+        raise ValueError(
+            f"{name} is {tuple(values.shape)}; {needed} needed for intermediate_size ({call.intermediate_size}), "
+            f"activation_type ({call.activation_type}) and local_num_experts ({call.num_held})"
+        )
+    return stored_weight(values, scale, name, f"{name}_scale")
+
+
+class _Numbers(NamedTuple):
+    """The numbers of each expert, and the biases, in the units in which the experts add and multiply them."""
+
+    per_expert: PerExpert
+    w13_bias: torch.Tensor | None
+    w2_bias: torch.Tensor | None
+
+
+def _cut(tensor: torch.Tensor, halves: int, rows: int, columns: int) -> torch.Tensor:
+    """The first rows of each half, and of them the first columns: a view if that is all, else a copy."""
+    parts = tensor.unflatten(1, (halves, -1))[:, :, :rows, :columns]
+    return tensor if parts.shape[2:].numel() * halves == tensor.shape[1:].numel() else parts.flatten(1, 2).contiguous()
+
+
+def _cut_matrix(matrix: StoredMatrix, halves: int, rows: int, columns: int, whole: int) -> StoredMatrix:
+    """The same of a weight whose rows have `whole` elements."""
+    assert matrix.scale is not None
+    values, scale = (
+        _cut(part, halves, rows, columns * part.shape[2] // whole) for part in (matrix.values, matrix.scale)
+    )
+    return StoredMatrix(values, scale=scale)
+
+
+def _numbers(call: Fp4Call, gated: bool) -> _Numbers:
+    """Turn FlashInfer's numbers, which are in the units of unscaled sums, into ours, which are in those of results."""
+    first, gate, second = (
+        _own(call, name) for name in ("output1_scale_scalar", "output1_scale_gate_scalar", "output2_scale_scalar")
+    )
+    alpha, beta, limit = (_own(call, name) for name in ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit"))
+    halves, (hidden, inner) = 2 if gated else 1, call.computed
+    bias1, bias2 = _own(call, "gemm1_bias", halves * call.intermediate_size), _own(call, "gemm2_bias", _rows(call))
+    if bias1 is not None:
+        bias1 = _cut(bias1.unsqueeze(2), halves, inner, 1).squeeze(2)
+    if bias2 is not None:
+        bias2 = bias2[:, :hidden]
+    if bias2 is not None and second is not None:
+        bias2 = bias2 * second[:, None]
+    both = call.scales_both
+    if not both and bias1 is None and beta is None and limit is None:
+        own = PerExpert(alpha=alpha, w13_output_scale=first, w13_gate_output_scale=gate, w2_output_scale=second)
+        return _Numbers(own, None, bias2)
+    # a factor behind the activation may as well stand behind FC2, so that one factor is left for both halves of FC1
+    behind = first
+    if gate is not None:
+        behind = behind if both else 1 / gate if behind is None else behind / gate
+        bias1 = None if bias1 is None else bias1 * gate[:, None]
+        beta = beta if beta is None or both else beta * gate
+        if limit is not None and call.activation.kind is not ActivationKind.SWIGLU_STEP:  # that clamps silu of the gate
+            limit = limit * gate
+    if behind is not None:
+        second = behind if second is None else second * behind
+    own = PerExpert(
+        alpha=alpha,
+        beta=beta,
+        limit=limit,
+        w13_output_scale=gate,
+        w13_gate_output_scale=gate if gated else None,
+        w2_output_scale=second,
+    )
+    return _Numbers(own, bias1, bias2)
+
+
+def _rows(call: Fp4Call) -> int:
+    """Rows of FC2's weights: H, or without padding."""
+    rows: int = call.gemm2_weights.shape[1]
+    return rows if rows == call.computed[0] else call.hidden
+
+
+def kind_of(call: Fp4Call) -> str:
+    """The format of the weights, NVFP4 or MXFP4; both are checked. Errors: ValueError. Local."""
+    (kind, _), (kind2, _) = _matrices(call)
+    if kind != kind2:
+        raise ValueError(f"gemm1_weights are {kind}, gemm2_weights are {kind2}: their scales say so")
+    return kind
+
+
+def _matrices(call: Fp4Call) -> tuple[tuple[str, StoredMatrix], tuple[str, StoredMatrix]]:
+    """Both weights as the caller has them."""
+    padded, halves = call.intermediate_size, 1 + call.activation.kind.gated
+    first = _matrix(call, "gemm1_weights", halves * padded, call.hidden)
+    return first, _matrix(call, "gemm2_weights", _rows(call), padded)
+
+
+def weights_of(call: Fp4Call, scheme: QuantScheme) -> ExpertWeights:
+    """The weights of a call, checked, in the scheme that its tokens ask for. Errors: ValueError. Local."""
+    gated, (hidden, inner) = call.activation.kind.gated, call.computed
+    (kind, w13), (_, w2) = _matrices(call)
+    w13 = _cut_matrix(w13, 1 + gated, inner, hidden, call.hidden)
+    w2 = _cut_matrix(w2, 1, hidden, inner, call.intermediate_size)
+    if kind == NVFP4:
+        ones = torch.ones(call.num_held, dtype=torch.float32, device=w13.values.device)
+        w13, w2 = (StoredMatrix(part.values, scale=part.scale, global_scale=ones) for part in (w13, w2))
+    numbers = _numbers(call, gated)
+    return ExpertWeights(w13=w13, w2=w2, scheme=scheme, **numbers._asdict(), up_first=gated)

@@ -5,27 +5,23 @@ every token has; W = 2I if the activation is gated, else I.
 """
 
 import functools
-import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.library import custom_op
 
 from ep_moe.config import RoutingConfig
 from ep_moe.experts import Experts
-from ep_moe.functional.common import check_like, experts_for, kept_weights, tensor_key
-from ep_moe.functional.flashinfer.fp4_call import Fp4Call, routing_config
-from ep_moe.functional.flashinfer.fp4_weights import Fp4Weights, has_copies
+from ep_moe.functional.call import Operation
+from ep_moe.functional.common import check_like, experts_for
+from ep_moe.functional.flashinfer.fp4_call import Fp4Call, kind_of, routing_config, weights_of
 from ep_moe.functional.fp4 import tokens_of
 from ep_moe.local_moe import local_moe, local_rows, repeated_call
 from ep_moe.quant import Quantized, QuantScheme
 from ep_moe.routing import Routing, loaded_sequence, route
-from ep_moe.weights import ExpertWeights
 
 if TYPE_CHECKING:
     from ep_moe.local_moe.joined import JoinedCall
 
-_MOST_PLANS = 256  # of the same weights
 _OUTPUT = (torch.bfloat16,)
 _LINEAR = 2  # FlashInfer's `SfLayout.layout_linear`
 
@@ -143,213 +139,149 @@ def trtllm_fp4_block_scale_moe(
             valid_intermediate_size,
         )
     )
-    if torch.compiler.is_compiling():
-        return _as_operator(call, do_finalize)
     if do_finalize:
-        return [_finalized(call)]
-    _check_unfinalized(call)
-    return list(_rows(call))
-
-
-def _as_operator(call: Fp4Call, do_finalize: bool) -> list[torch.Tensor]:
-    """The call under torch.compile."""
-    if not do_finalize:
-        _check_unfinalized(call)
-        return list(_fp4_rows_op(*call))
-    if call.output is None:
-        shape = call.hidden_states.shape[0], call.width
-        call = call._replace(output=torch.empty(shape, dtype=torch.bfloat16, device=call.hidden_states.device))
-    _fp4_moe_op(*call)
-    assert call.output is not None
-    return [call.output]
-
-
-def _check_unfinalized(call: Fp4Call) -> None:
-    if call.output is not None:
+        return [_FINALIZED(call)]
+    if output is not None:
         raise ValueError("output is given, but do_finalize=False returns rows of its own")
     if call.computed[0] != call.hidden:
         raise ValueError(
-            f"valid_hidden_size ({call.valid_hidden_size}) is given, but do_finalize=False returns rows of all "
+            f"valid_hidden_size ({valid_hidden_size}) is given, but do_finalize=False returns rows of all "
             f"{call.hidden} columns"
         )
+    return list(_ROWS(call))
 
 
 class _Plan:
-    """What calls share whose tensors differ in addresses and values alone, once their arguments are checked.
+    """What calls share whose tensors differ in addresses and values alone; made of the first one, which is checked.
 
     Attributes:
-        joined: all launches of later calls, once a first one has returned; None if it was something else.
-        views: tokens and scales are read where they are.
+        launches: all of later calls, once a first one has returned; None if it was something else.
     """
 
-    def __init__(self, call: Fp4Call, made: Fp4Weights) -> None:
+    def __init__(self, call: Fp4Call, written: tuple[int, ...] | None) -> None:
+        call.check_sizes()
+        self.kind = kind_of(call)  # of the weights
         call.check_activation()
-        activation = call.activation
-        x, scheme = _tokens_of(call, made)
+        x, scheme = self.tokens(call)
         if call.output is not None:
             check_like(call.output, "output", (call.hidden_states.shape[0], call.width), _OUTPUT)
         self.routing: RoutingConfig = routing_config(call)
-        self.weights: ExpertWeights = made.in_scheme(scheme, up_first=activation.kind.gated)
-        self.experts: Experts = experts_for(activation, scheme, call.hidden_states.device)
+        make, sizes = functools.partial(weights_of, call, scheme), (call.num_total, call.num_held, *call.computed)
+        key = scheme.name, call.activation_type, call.local_expert_offset, *sizes
+        self.weights = _FINALIZED.made(call, make, *key, written=written)
+        self.experts: Experts = experts_for(call.activation, scheme, call.hidden_states.device)
         self.options: dict[str, Any] = {
             "local_expert_offset": call.local_expert_offset,
             "num_local_experts": call.num_held,
             "num_experts": call.num_total,
             "dtype": torch.bfloat16,
         }
-        self.in_place = x is call.hidden_states
         scale = call.hidden_states_scale
+        self._in_place = x is call.hidden_states
         same = isinstance(x, Quantized) and scale is not None and x.scale.data_ptr() == scale.data_ptr()
-        self.views = self.in_place or same
-        self.joined: JoinedCall | None = None
+        self._views = self._in_place or same  # tokens and scales are read where they are
+        self.launches: JoinedCall | None = None
 
-    def repeat(self, call: Fp4Call, made: Fp4Weights) -> torch.Tensor | None:
+    def tokens(self, call: Fp4Call) -> tuple[torch.Tensor | Quantized, QuantScheme]:
+        """The tokens of a call as the experts take them, without padding, and their scheme."""
+        x, scheme = tokens_of(
+            call.hidden_states,
+            call.hidden_states_scale,
+            hidden=call.hidden,
+            weights=self.kind,
+            per_token_scale=call.per_token_scale,
+        )
+        if not call.cut:
+            return x, scheme
+        columns, padded = call.computed[0], call.hidden
+        if isinstance(x, torch.Tensor):
+            return x[:, :columns], scheme
+        values, scale = (part[:, : columns * part.shape[1] // padded].contiguous() for part in (x.values, x.scale))
+        return Quantized(values=values, scale=scale, scheme=scheme), scheme
+
+    def routed(self, call: Fp4Call) -> tuple[torch.Tensor | Quantized, Routing]:
+        """The tokens and the routing of a call."""
+        x = call.hidden_states if self._in_place else self.tokens(call)[0]
+        bias, replay = call.routing_bias, call.routing_replay_out
+        routing = route(call.routing_logits, self.routing, routing_bias=bias, routing_replay_out=replay)
+        if call.num_shared:
+            ids, weights = routing.topk_ids, routing.topk_weights
+            shared = torch.arange(call.num_experts, call.num_total, dtype=ids.dtype, device=ids.device)
+            ids = torch.cat([ids, shared.expand(len(ids), -1)], dim=1)
+            weights = torch.cat([weights, weights.new_ones(len(ids), call.num_shared)], dim=1)
+            routing = Routing(topk_ids=ids, topk_weights=weights)
+        return x, routing
+
+    def launch(self, call: Fp4Call) -> torch.Tensor | None:
         """The result by the launches of an earlier call; None if there are none."""
-        if self.joined is None or call.routing_replay_out is not None:
+        if self.launches is None:
             return None
         tensors = [call.hidden_states]
-        if not self.views:
-            x, _ = _tokens_of(call, made)
+        if not self._views:
+            x, _ = self.tokens(call)
             tensors = [x] if isinstance(x, torch.Tensor) else [x.values, x.scale]
-        elif not self.in_place:
+        elif not self._in_place:
             assert call.hidden_states_scale is not None
             tensors.append(call.hidden_states_scale)
         tensors.append(call.routing_logits)
         if call.routing_bias is not None:
             tensors.append(call.routing_bias)
-        return self.joined(tensors, call.output)
+        return self.launches(tensors, call.output)
 
-    def keep(self, call: Fp4Call, x: torch.Tensor | Quantized, routing: Routing) -> None:
+    def keep_launches(self, call: Fp4Call, x: torch.Tensor | Quantized, routing: Routing) -> None:
         """Find the launches of a call that has returned."""
+        if call.routing_replay_out is not None or call.num_shared:
+            return
         before = loaded_sequence(call.routing_logits, self.routing, call.routing_bias)
         if before is not None:
-            given = x, routing, self.weights, self.experts
-            joined = repeated_call(*given, **self.options, out=call.output, before=before)
-            if joined is not None and joined.fix_weights():  # others are other weights, with plans of their own
-                self.joined = joined
+            arguments = x, routing, self.weights, self.experts
+            joined = repeated_call(*arguments, **self.options, out=call.output, before=before)
+            if joined is not None and joined.fix_weights():  # the plan's key holds the weights' addresses
+                self.launches = joined
 
 
-def _tokens_of(call: Fp4Call, made: Fp4Weights) -> tuple[torch.Tensor | Quantized, QuantScheme]:
-    x, scheme = tokens_of(
-        call.hidden_states,
-        call.hidden_states_scale,
-        hidden=call.hidden,
-        weights=made.kind,
-        per_token_scale=call.per_token_scale,
-    )
-    if not call.cut:
-        return x, scheme
-    columns, padded = call.computed[0], call.hidden
-    if isinstance(x, torch.Tensor):
-        return x[:, :columns], scheme
-    values, scale = (part[:, : columns * part.shape[1] // padded].contiguous() for part in (x.values, x.scale))
-    return Quantized(values=values, scale=scale, scheme=scheme), scheme
-
-
-def _plan_of(call: Fp4Call) -> tuple[_Plan, Fp4Weights]:
+def _plan_of(call: Fp4Call) -> _Plan:
     """What is known of calls like this one; found and checked in the first."""
-    tensors = call.weights
-    gated = call.activation.kind.gated
-    copied = has_copies(call)
-    numbers = call.numbers
-    kept = kept_weights("trtllm_fp4_block_scale_moe", threading.get_ident())
-    strides = call.gemm1_weights.stride(), call.gemm2_weights.stride()  # others of the same memory are other weights
-    made = kept.get(tensors, (numbers, gated, strides), functools.partial(_weights, call, gated), copied=copied)
-    given = call.routing_logits, call.routing_bias, call.hidden_states, call.hidden_states_scale
-    kind = (*map(tensor_key, (*given, call.per_token_scale, call.output)),)
-    plan = made.plans.get(kind)
+    written = call.written
+    key, plan = _FINALIZED.find(call, written=written)
     if plan is None:
-        if len(made.plans) >= _MOST_PLANS:
-            made.plans.clear()
-        plan = made.plans[kind] = _Plan(call, made)
-    return plan, made
-
-
-def _weights(call: Fp4Call, gated: bool) -> Fp4Weights:
-    call.check_sizes()
-    return Fp4Weights.of(call, gated)
-
-
-def _prepared(call: Fp4Call, plan: _Plan, made: Fp4Weights) -> tuple[torch.Tensor | Quantized, Routing]:
-    """Tokens and routing of a call."""
-    x = call.hidden_states if plan.in_place else _tokens_of(call, made)[0]
-    bias, replay = call.routing_bias, call.routing_replay_out
-    routing = route(call.routing_logits, plan.routing, routing_bias=bias, routing_replay_out=replay)
-    if call.num_shared:
-        ids, weights = routing.topk_ids, routing.topk_weights
-        shared = torch.arange(call.num_experts, call.num_total, dtype=ids.dtype, device=ids.device)
-        ids = torch.cat([ids, shared.expand(len(ids), -1)], dim=1)
-        weights = torch.cat([weights, weights.new_ones(len(ids), call.num_shared)], dim=1)
-        routing = Routing(topk_ids=ids, topk_weights=weights)
-    return x, routing
+        plan = _Plan(call, written)
+        _FINALIZED.keep(key, plan, call, written=written)
+    found: _Plan = plan
+    return found
 
 
 def _finalized(call: Fp4Call) -> torch.Tensor:
     """The result, in `output` if there is one."""
-    if call.valid_hidden_size not in (None, call.computed[0]):
+    if call.valid_hidden_size is not None and call.valid_hidden_size != call.computed[0]:
         call.check_sizes()
         if call.output is not None:
             check_like(call.output, "output", (call.hidden_states.shape[0], call.width), _OUTPUT)
         whole = _finalized(call._replace(output=None, valid_hidden_size=call.computed[0]))[:, : call.width]
         return whole.contiguous() if call.output is None else call.output.copy_(whole)
-    plan, made = _plan_of(call)
-    result = plan.repeat(call, made)
+    plan = _plan_of(call)
+    result = plan.launch(call)
     if result is None:
-        x, routing = _prepared(call, plan, made)
+        x, routing = plan.routed(call)
         result = local_moe(x, routing, plan.weights, plan.experts, **plan.options, out=call.output)
-        if plan.joined is None and call.routing_replay_out is None and not call.num_shared:
-            plan.keep(call, x, routing)
+        if plan.launches is None:
+            plan.keep_launches(call, x, routing)
     return result
 
 
 def _rows(call: Fp4Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What `do_finalize=False` returns."""
-    plan, made = _plan_of(call)
-    x, routing = _prepared(call, plan, made)
+    plan = _plan_of(call)
+    x, routing = plan.routed(call)
     rows = local_rows(x, routing, plan.weights, plan.experts, **plan.options)
     return rows.y, routing.topk_weights.bfloat16(), rows.token_to_row.reshape(-1)
 
 
-def _fp4_moe(*arguments: Any) -> None:
-    _finalized(Fp4Call(*arguments))
+def _new_output(call: Fp4Call) -> torch.Tensor:
+    return torch.empty(call.hidden_states.shape[0], call.width, dtype=torch.bfloat16, device=call.hidden_states.device)
 
 
-def _fp4_rows(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _rows(Fp4Call(*arguments))
-
-
-def _schema(output: str, returns: str) -> str:
-    """The schema of an operator with the arguments of `Fp4Call`."""
-    kinds: dict[Any, str] = {torch.Tensor: "Tensor", int: "int", bool: "bool"}
-    kinds |= {torch.Tensor | None: "Tensor?", int | None: "int?", float | None: "float?"}
-    written = {"output": output, "routing_replay_out": "Tensor(b!)?"}
-    fields = Fp4Call.__annotations__.items()
-    return f"({', '.join(f'{written.get(name, kinds[kind])} {name}' for name, kind in fields)}) -> {returns}"
-
-
-_fp4_moe_op = custom_op(
-    "ep_moe::trtllm_fp4_block_scale_moe",
-    _fp4_moe,
-    mutates_args=("output", "routing_replay_out"),
-    schema=_schema("Tensor(a!)", "()"),
-)
-_fp4_rows_op = custom_op(
-    "ep_moe::trtllm_fp4_block_scale_moe_rows",
-    _fp4_rows,
-    mutates_args=("routing_replay_out",),
-    schema=_schema("Tensor?", "(Tensor, Tensor, Tensor)"),
-)
-
-
-@_fp4_moe_op.register_fake
-def _fp4_moe_fake(*arguments: Any) -> None:
-    """It returns nothing; the real call checks its arguments."""
-    del arguments
-
-
-@_fp4_rows_op.register_fake
-def _fp4_rows_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    call = Fp4Call(*arguments)
+def _new_rows(call: Fp4Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     num_tokens, num_topk = call.hidden_states.shape[0], call.top_k + call.num_shared
     like: dict[str, Any] = {"device": call.hidden_states.device}
     return (
@@ -357,3 +289,7 @@ def _fp4_rows_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.T
         torch.empty(num_tokens, num_topk, dtype=torch.bfloat16, **like),
         torch.empty(num_tokens * num_topk, dtype=torch.int32, **like),
     )
+
+
+_FINALIZED = Operation("trtllm_fp4_block_scale_moe", Fp4Call, _finalized, result="output", new=_new_output)
+_ROWS = Operation("trtllm_fp4_block_scale_moe_rows", Fp4Call, _rows, new=_new_rows, num_results=3)
