@@ -3,34 +3,68 @@
 Letters: E experts, C rows of an expert, T tokens, H hidden, I intermediate, K top-k, G scale groups.
 """
 
+import dataclasses
+import functools
 import math
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ep_moe.functional.vllm.batched_call import BatchedCall, compute, experts_op
+from ep_moe.config import DTYPES, ActivationConfig, ActivationKind
+from ep_moe.experts import Experts, ReferenceExperts
+from ep_moe.functional.call import Operation, Weight, Written
+from ep_moe.functional.common import experts_for
+from ep_moe.functional.formats import FLAGS, is_view, matrix_of
+from ep_moe.functional.plans import CopiedScale, multiples
 from ep_moe.functional.vllm.config import FusedMoEActivationFormat, FusedMoEQuantConfig, used_flag
+from ep_moe.functional.vllm.formats import RowFormat, flags_of, given_weight, row_scales, scheme_of
+from ep_moe.layout import Batched, ExpertBatch
+from ep_moe.quant import QuantScheme, TensorFormat
+from ep_moe.weights import ExpertWeights
+
+if TYPE_CHECKING:
+    from ep_moe.experts.prepared import RepeatedCall
 
 Shape = tuple[int, ...]
+_ALTERNATING = "swigluoai"  # rows of w1 take turns, gate first
+_ACTIVATIONS = {  # by vLLM's names, with the numbers that it fixes
+    "silu": ActivationConfig(),
+    "gelu": ActivationConfig(kind=ActivationKind.GELU),
+    "gelu_tanh": ActivationConfig(kind=ActivationKind.GELU_TANH),
+    "gelu_pytorch_tanh": ActivationConfig(kind=ActivationKind.GELU_TANH),
+    _ALTERNATING: ActivationConfig(kind=ActivationKind.SWIGLU, alpha=1.702, beta=1.0, limit=7.0),
+    "swiglustep": ActivationConfig(kind=ActivationKind.SWIGLU_STEP, limit=7.0),
+    "silu_no_mul": ActivationConfig(kind=ActivationKind.SILU_NO_MUL),
+    "gelu_no_mul": ActivationConfig(kind=ActivationKind.GELU_NO_MUL),
+    "gelu_tanh_no_mul": ActivationConfig(kind=ActivationKind.GELU_TANH_NO_MUL),
+    "relu2_no_mul": ActivationConfig(kind=ActivationKind.RELU2),
+}
 
 
 class _BatchedExperts:
-    """What both classes share; a call computes w2 @ act(w1 @ x) for every row of every expert."""
+    """Both classes: a call computes w2 @ act(w1 @ x) for every row of every expert."""
 
     _naive = False
-    max_num_tokens: int
-    num_dispatchers: int
-    quant_config: FusedMoEQuantConfig
 
-    def _set(
-        self, max_num_tokens: int, num_dispatchers: int, flags: dict[str, bool], config: FusedMoEQuantConfig
+    def __init__(
+        self,
+        max_num_tokens: int,
+        num_dispatchers: int,
+        use_fp8_w8a8: bool = False,
+        use_int8_w8a8: bool = False,
+        use_int8_w8a16: bool = False,
+        use_int4_w4a16: bool = False,
+        per_act_token_quant: bool = False,
+        block_shape: list[int] | None = None,
     ) -> None:
         for name, number in (("max_num_tokens", max_num_tokens), ("num_dispatchers", num_dispatchers)):
             if number < 1:
                 raise ValueError(f"{name} ({number}) must be at least 1")
-        self.max_num_tokens, self.num_dispatchers, self.quant_config = max_num_tokens, num_dispatchers, config
-        self._flag = used_flag(flags)
-        for name, value in flags.items():
-            setattr(self, name, value)
+        self.max_num_tokens, self.num_dispatchers = max_num_tokens, num_dispatchers
+        flags = use_fp8_w8a8, use_int8_w8a8, use_int8_w8a16, use_int4_w4a16
+        self.use_fp8_w8a8, self.use_int8_w8a8, self.use_int8_w8a16, self.use_int4_w4a16 = flags
+        self.quant_config = FusedMoEQuantConfig.make(*flags, per_act_token_quant, block_shape=block_shape)
+        self._flag = used_flag(dict(zip(FLAGS, flags, strict=True)))
 
     @property
     def quant_dtype(self) -> torch.dtype | None:
@@ -126,37 +160,7 @@ class _BatchedExperts:
             self._naive,
             max(rows, 1),
         )
-        if torch.compiler.is_compiling():
-            experts_op(*call)
-        else:
-            compute(call)
-
-
-class BatchedTritonExperts(_BatchedExperts):
-    """Kernels on a GPU, torch on a CPU.
-
-    Args:
-        max_num_tokens: of a dispatcher. num_dispatchers: ranks whose tokens come.
-        use_fp8_w8a8, use_int8_w8a8: both weights and tokens; scales by `block_shape` [n, k], per token and weight row
-            with `per_act_token_quant`, else per tensor (weights also per row, if `w1_scale` is of rows).
-        use_int8_w8a16, use_int4_w4a16: weights alone, per row, or with `block_shape` [0, k] in groups.
-    Errors: ValueError for sizes below 1 and flags that do not go together.
-    """
-
-    def __init__(
-        self,
-        max_num_tokens: int,
-        num_dispatchers: int,
-        use_fp8_w8a8: bool = False,
-        use_int8_w8a8: bool = False,
-        use_int8_w8a16: bool = False,
-        use_int4_w4a16: bool = False,
-        per_act_token_quant: bool = False,
-        block_shape: list[int] | None = None,
-    ) -> None:
-        flags = _flags(use_fp8_w8a8, use_int8_w8a8, use_int8_w8a16, use_int4_w4a16)
-        config = FusedMoEQuantConfig.make(**flags, per_act_token_quant=per_act_token_quant, block_shape=block_shape)
-        self._set(max_num_tokens, num_dispatchers, flags, config)
+        _OPERATION(call)
 
     def workspace_shapes(
         self,
@@ -175,10 +179,25 @@ class BatchedTritonExperts(_BatchedExperts):
         Errors: ValueError for another `a`. Local.
         """
         del aq, M, topk, global_num_experts
-        _check_tokens(a)
+        if a.dim() != 2:
+            raise ValueError(f"a is {tuple(a.shape)}; [tokens, hidden] needed")
         rows = self.max_num_tokens * self.num_dispatchers
         output = (local_num_experts, rows, K)
+        if self._naive:
+            return output, (rows, N), output, a.dtype
         return (local_num_experts, rows, max(K, N)), (local_num_experts, rows, N // 2), output, a.dtype
+
+
+class BatchedTritonExperts(_BatchedExperts):
+    """Kernels on a GPU, torch on a CPU.
+
+    Args:
+        max_num_tokens: of a dispatcher. num_dispatchers: ranks whose tokens come.
+        use_fp8_w8a8, use_int8_w8a8: both weights and tokens; scales by `block_shape` [n, k], per token and weight row
+            with `per_act_token_quant`, else per tensor (weights also per row, if `w1_scale` is of rows).
+        use_int8_w8a16, use_int4_w4a16: weights alone, per row, or with `block_shape` [0, k] in groups.
+    Errors: ValueError for sizes below 1 and flags that do not go together.
+    """
 
 
 class NaiveBatchedExperts(_BatchedExperts):
@@ -201,27 +220,8 @@ class NaiveBatchedExperts(_BatchedExperts):
         block_shape: list[int] | None = None,
         per_act_token_quant: bool = False,
     ) -> None:
-        flags = _flags(use_fp8_w8a8, use_int8_w8a8, use_int8_w8a16, use_int4_w4a16)
-        config = FusedMoEQuantConfig.make(**flags, per_act_token_quant=per_act_token_quant, block_shape=block_shape)
-        self._set(max_num_tokens, num_dispatchers, flags, config)
-
-    def workspace_shapes(
-        self,
-        a: torch.Tensor,
-        aq: torch.Tensor,
-        M: int,  # noqa: N803 - vLLM's names
-        N: int,  # noqa: N803
-        K: int,  # noqa: N803
-        topk: int,
-        global_num_experts: int,
-        local_num_experts: int,
-    ) -> tuple[Shape, Shape, Shape, torch.dtype]:
-        """As of `BatchedTritonExperts`, with vLLM's shapes for this class."""
-        del aq, M, topk, global_num_experts
-        _check_tokens(a)
-        rows = self.max_num_tokens * self.num_dispatchers
-        output = (local_num_experts, rows, K)
-        return output, (rows, N), output, a.dtype
+        flags = use_fp8_w8a8, use_int8_w8a8, use_int8_w8a16, use_int4_w4a16
+        super().__init__(max_num_tokens, num_dispatchers, *flags, per_act_token_quant, block_shape)
 
     def dequant(self, t: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """t [rows, columns] times its scales, float32: one for all, one for each row, or one for each block.
@@ -237,15 +237,174 @@ class NaiveBatchedExperts(_BatchedExperts):
         return t.float() * scale
 
 
-def _flags(use_fp8_w8a8: bool, use_int8_w8a8: bool, use_int8_w8a16: bool, use_int4_w4a16: bool) -> dict[str, bool]:
-    return {
-        "use_fp8_w8a8": use_fp8_w8a8,
-        "use_int8_w8a8": use_int8_w8a8,
-        "use_int8_w8a16": use_int8_w8a16,
-        "use_int4_w4a16": use_int4_w4a16,
-    }
+class BatchedCall(NamedTuple):
+    """The arguments of `apply` that have a meaning here, and those of the constructor."""
+
+    output: Written
+    hidden_states: torch.Tensor
+    w1: Weight
+    w2: Weight
+    activation: str
+    w1_scale: Weight | None
+    w2_scale: Weight | None
+    w1_zp: Weight | None
+    w2_zp: Weight | None
+    a1q_scale: torch.Tensor | None
+    a2_scale: Weight | None
+    expert_num_tokens: torch.Tensor
+    flag: str | None
+    per_act_token_quant: bool
+    block_shape: list[int] | None
+    naive: bool
+    expected_rows: int
+
+    @property
+    def kind(self) -> ActivationConfig:
+        """What lies between the GEMMs. Errors: ValueError for another name."""
+        if self.activation not in _ACTIVATIONS:
+            raise ValueError(f"activation ({self.activation!r}) is not one of {', '.join(_ACTIVATIONS)}")
+        return _ACTIVATIONS[self.activation]
 
 
-def _check_tokens(a: torch.Tensor) -> None:
-    if a.dim() != 2:
-        raise ValueError(f"a is {tuple(a.shape)}; [tokens, hidden] needed")
+@functools.cache
+def _unrounded(scheme: QuantScheme) -> QuantScheme:
+    """The scheme with an intermediate that is not quantized."""
+    if not scheme.activation.quantized:
+        return scheme
+    return dataclasses.replace(scheme, name=f"{scheme.name}, intermediate as it is", activation=TensorFormat())
+
+
+def _static(call: BatchedCall, rows: RowFormat, experts: int) -> torch.Tensor | None:
+    """The static scale of the intermediate, for each expert."""
+    scale = call.a2_scale
+    if scale is None or call.naive:
+        return None
+    if rows.per != "tensor":
+        what = call.flag or "no use_* flag"
+        raise ValueError(f"a2_scale is given; {what} with scales per {rows.per} takes none")
+    if scale.dtype != torch.float32 or scale.numel() not in (1, experts):
+        raise ValueError(f"a2_scale is {tuple(scale.shape)} {scale.dtype}; 1 or {experts} float32 numbers needed")
+    return scale.detach().reshape(-1).expand(experts).contiguous()
+
+
+def _weights(call: BatchedCall, rows: RowFormat, scheme: QuantScheme) -> ExpertWeights:
+    """The weights of a call, checked. Errors: ValueError. Local."""
+    experts, hidden, halves = call.w1.shape[0], call.output.shape[2], 1 + call.kind.kind.gated
+    intermediate, odd = divmod(call.w1.shape[1], halves)
+    if odd or call.w1.dim() != 3:
+        raise ValueError(f"w1 is {tuple(call.w1.shape)}; [experts, {halves} * intermediate, hidden] needed")
+    shapes = {"w1": (experts, halves * intermediate, hidden), "w2": (experts, hidden, intermediate)}
+    flags, dtype = flags_of(call.flag, call.block_shape), call.output.dtype
+    w13, w2 = (matrix_of(given_weight(call, name), scheme, flags, shape, dtype) for name, shape in shapes.items())
+    static = _static(call, rows, experts)
+    alternating = call.activation == _ALTERNATING
+    return ExpertWeights(w13=w13, w2=w2, scheme=scheme, w2_input_scale=static, alternating=alternating)
+
+
+class _Plan:
+    """The launches of a call that has returned, for calls that differ from it in addresses and values alone.
+
+    Args: call: of the experts, with `weights`. row_start: [E] int32. scale: the caller's of the intermediate.
+    """
+
+    def __init__(
+        self, call: "RepeatedCall", weights: ExpertWeights, row_start: torch.Tensor, scale: torch.Tensor | None
+    ) -> None:
+        self._sequence, self._weights, self._kept = call.sequence, call.weights, weights
+        self._row_start, self._scale = row_start, CopiedScale(weights.w2_input_scale, scale)
+
+    @classmethod
+    def of(cls, call: BatchedCall, batch: ExpertBatch, weights: ExpertWeights, experts: Experts) -> "_Plan | None":
+        """The plan of a call that has returned; None if its launches copied tensors, or are not loaded. Local."""
+        from ep_moe.experts.kernels import signature_of  # Triton exists only on Linux
+        from ep_moe.local_moe.joined import repeated_experts
+
+        scale, given = batch.scale, call.a1q_scale
+        in_place = scale is None or (given is not None and scale.data_ptr() == given.data_ptr())
+        if not in_place or not call.output.is_contiguous() or call.expert_num_tokens.stride(0) != 1:
+            return None
+        repeated = repeated_experts(experts, signature_of(batch), weights)
+        return None if repeated is None else cls(repeated, weights, batch.expert_row_start, call.a2_scale)
+
+    def launch(self, call: BatchedCall) -> bool:
+        """Launch a later call; False, with nothing launched, if a tensor is not aligned to 16 bytes.
+
+        Local, on the current stream, no host sync.
+        """
+        counts = call.expert_num_tokens
+        if counts.dtype != torch.int32:
+            counts = counts.to(torch.int32)
+        if not self._scale.update(call.a2_scale):
+            return False
+        tensors: list[Any] = [call.hidden_states, call.a1q_scale, self._row_start, counts, call.output, *self._weights]
+        return self._sequence.repeat([each.data_ptr() for each in tensors if each is not None]) is not None
+
+
+def _compute(call: BatchedCall) -> None:
+    """The call. Errors: ValueError. Local."""
+    if call.naive:
+        _first(call)
+        return
+    key, plan = _OPERATION.find(call)
+    if plan is None or not plan.launch(call):
+        plan = _first(call)
+        if plan is not None:
+            _OPERATION.keep(key, plan, call)
+
+
+def _first(call: BatchedCall) -> _Plan | None:
+    """Check and compute a call; returns the plan of later ones, if there is one."""
+    x, output = call.hidden_states, call.output
+    experts = call.w1.shape[0]
+    if output.dim() != 3 or output.shape[0] != experts or output.dtype not in DTYPES.values():
+        found = f"{tuple(output.shape)} {output.dtype}"
+        raise ValueError(f"output is {found}; [{experts}, rows, hidden] of {', '.join(DTYPES)} needed")
+    if call.expert_num_tokens.dim() != 1 or call.expert_num_tokens.shape[0] < experts:
+        raise ValueError(f"expert_num_tokens is {tuple(call.expert_num_tokens.shape)}; at least [{experts}] needed")
+    scaled = {"use_fp8_w8a8": torch.float8_e4m3fn, "use_int8_w8a8": torch.int8}.get(call.flag or "")
+    rows = RowFormat.of(scaled, call.per_act_token_quant and scaled is not None, call.block_shape)
+    needed = rows.dtype or output.dtype
+    if x.shape != output.shape or x.dtype != needed:
+        what = call.flag or "no use_* flag"
+        raise ValueError(
+            f"hidden_states are {tuple(x.shape)} {x.dtype}; {tuple(output.shape)} {needed} needed with {what}"
+        )
+    height = x.shape[1]
+    scale = None
+    if scaled is not None:
+        scale = row_scales(call.a1q_scale, "a1q_scale", (experts, height, rows.groups(x.shape[2])), rows.per)
+    elif call.a1q_scale is not None:
+        raise ValueError(f"a1q_scale is given, {call.flag or 'no use_* flag'} takes none")
+    activation = call.kind
+    weights_given = given_weight(call, "w1"), given_weight(call, "w2")
+    scheme = scheme_of(call.flag, rows, call.block_shape, *weights_given)
+    scheme = _unrounded(scheme) if call.naive else scheme
+    make = functools.partial(_weights, call, rows, scheme)
+    views = all(is_view(given, scheme) for given in weights_given)
+    if call.a2_scale is None and views:
+        weights = _OPERATION.made(call, make, scheme.name, output.shape[2], output.dtype, call.activation)
+    else:
+        weights = make()
+    batch = Batched(
+        x=x,
+        scale=scale,
+        scheme=scheme,
+        dtype=output.dtype,
+        expert_row_start=multiples(height, experts, x.device),
+        expert_num_tokens=call.expert_num_tokens[:experts].to(torch.int32),
+        row_index=None,
+        expected_rows=min(call.expected_rows, max(height, 1)),
+    )
+    own: Experts
+    if call.naive:
+        every_row = output.is_cuda and torch.cuda.is_current_stream_capturing()
+        own = ReferenceExperts(activation, every_row=every_row)
+    else:
+        own = experts_for(activation, scheme, x.device)
+    own(batch, weights, out=output)
+    if call.naive or not views or isinstance(own, ReferenceExperts):
+        return None
+    return _Plan.of(call, batch, weights, own)
+
+
+_OPERATION = Operation("batched_experts", BatchedCall, _compute, result="output")
