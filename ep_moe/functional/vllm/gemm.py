@@ -3,17 +3,15 @@
 Letters: E experts, C rows of an expert, K columns that the GEMM reduces over, N those of its result, G scale groups.
 """
 
-import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.library import custom_op
 
 from ep_moe.config import DTYPES
-from ep_moe.functional.common import operator_arguments
+from ep_moe.functional.call import Operation, Written
 from ep_moe.functional.formats import is_view, matrix_of
-from ep_moe.functional.plans import kinds, multiples, plans_of, quotients
+from ep_moe.functional.plans import multiples, quotients
 from ep_moe.functional.sglang.configs import tiles_of
 from ep_moe.functional.vllm.config import used_flag
 from ep_moe.functional.vllm.formats import RowFormat, flags_of, given_weight, row_scales, scheme_of
@@ -32,7 +30,7 @@ class GemmCall(NamedTuple):
 
     A: torch.Tensor
     B: torch.Tensor
-    C: torch.Tensor
+    C: Written
     expert_num_tokens: torch.Tensor
     dtype: torch.dtype
     A_scale: torch.Tensor | None
@@ -79,42 +77,13 @@ def invoke_moe_batched_triton_kernel(
     Local, on the current stream. By kernels no host sync, and safe in CUDA graphs after a call of the same kind; an
     operator under torch.compile.
     """
-    flags = {
-        "use_fp8_w8a8": use_fp8_w8a8,
-        "use_int8_w8a16": use_int8_w8a16,
-        "use_int4_w4a16": use_int4_w4a16,
-    }
+    flags = {"use_fp8_w8a8": use_fp8_w8a8, "use_int8_w8a16": use_int8_w8a16, "use_int4_w4a16": use_int4_w4a16}
     dtype = _TRITON_NAMES.get(str(compute_type), compute_type)
     if dtype not in DTYPES.values():
         raise ValueError(f"compute_type ({compute_type}) is not one of {', '.join(DTYPES)}")
-    scales = A_scale, B_scale, B_zp
-    call = GemmCall(
-        A,
-        B,
-        C,
-        expert_num_tokens,
-        dtype,
-        *scales,
-        used_flag(flags),
-        per_act_token_quant,
-        block_shape,
-        " ".join(config),
-        [int(size) for size in config.values()],
-    )
-    if torch.compiler.is_compiling():
-        _gemm_op(*call)
-    else:
-        compute(call)
-
-
-def _key_of(call: GemmCall) -> tuple[object, ...]:
-    """All that a plan depends on."""
-    given = [call.A, call.B, call.C, call.expert_num_tokens]
-    given += [tensor for tensor in (call.A_scale, call.B_scale, call.B_zp) if tensor is not None]
-    absent = call.A_scale is None, call.B_scale is None, call.B_zp is None
-    block = None if call.block_shape is None else (*call.block_shape,)
-    numbers = call.dtype, call.flag, call.per_act_token_quant, block, call.keys, (*call.sizes,)
-    return *numbers, *absent, *kinds(given)
+    matrices, scales, sizes = (A, B, C, expert_num_tokens), (A_scale, B_scale, B_zp), [*map(int, config.values())]
+    options = used_flag(flags), per_act_token_quant, block_shape
+    _OPERATION(GemmCall(*matrices, dtype, *scales, *options, " ".join(config), sizes))
 
 
 class _Plan(NamedTuple):
@@ -124,7 +93,7 @@ class _Plan(NamedTuple):
     starts: torch.Tensor
     places: torch.Tensor
 
-    def repeat(self, call: GemmCall) -> bool:
+    def launch(self, call: GemmCall) -> bool:
         """Launch a later call; False, with nothing launched, if a tensor is not aligned to 16 bytes. Local."""
         counts = call.expert_num_tokens
         if counts.dtype != torch.int32:
@@ -134,18 +103,17 @@ class _Plan(NamedTuple):
         return self.launches.repeat([each.data_ptr() for each in tensors if each is not None]) is not None
 
 
-def compute(call: GemmCall) -> None:
+def _compute(call: GemmCall) -> None:
     """The call. Errors: ValueError. Local."""
-    plans, key = plans_of("batched_gemm", threading.get_ident()), _key_of(call)
-    plan: _Plan | None = plans.get(key)
-    if plan is None or not plan.repeat(call):
-        plan = _computed(call)
+    key, plan = _OPERATION.find(call)
+    if plan is None or not plan.launch(call):
+        plan = _first(call)
         if plan is not None:
-            plans.keep(key, plan, call.A.device)
+            _OPERATION.keep(key, plan, call)
 
 
-def _computed(call: GemmCall) -> _Plan | None:
-    """Compute a call, checked; returns what repeats it, if anything does."""
+def _first(call: GemmCall) -> _Plan | None:
+    """Check and compute a call; returns the plan of later ones, if there is one."""
     A, B, C = call.A, call.B, call.C  # noqa: N806
     if A.dim() != 3 or C.dim() != 3 or A.shape[:2] != C.shape[:2] or C.shape[2] != B.shape[1]:
         raise ValueError(
@@ -209,19 +177,4 @@ def _computed(call: GemmCall) -> _Plan | None:
     return plan
 
 
-def _gemm(*arguments: Any) -> None:
-    compute(GemmCall(*arguments))
-
-
-def _gemm_fake(*arguments: Any) -> None:
-    """It returns nothing; the real call checks its arguments."""
-    del arguments
-
-
-_gemm_op = custom_op(
-    "ep_moe::batched_gemm",
-    _gemm,
-    mutates_args=("C",),
-    schema=f"({operator_arguments(GemmCall, 'C')}) -> ()",
-)
-_gemm_op.register_fake(_gemm_fake)
+_OPERATION = Operation("batched_gemm", GemmCall, _compute, result="C")
