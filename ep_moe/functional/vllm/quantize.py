@@ -3,10 +3,12 @@
 Letters: E experts, C rows of an expert, W columns, G scale groups of a row.
 """
 
+from typing import NamedTuple
+
 import torch
-from torch.library import custom_op
 
 from ep_moe.config import DTYPES
+from ep_moe.functional.call import Operation
 from ep_moe.functional.vllm.formats import RowFormat
 from ep_moe.quant import quantize, quantize_weight
 from ep_moe.quant.scaled import LARGEST
@@ -48,9 +50,7 @@ def batched_moe_kernel_quantize_input(
         raise ValueError(f"expert_num_tokens is {tuple(expert_num_tokens.shape)}; at least [{E}] needed")
     if A_scale is not None and rows.per == "group":
         raise ValueError(f"A_scale is given, block_shape ({block_shape}) scales groups as they come")
-    run = _quantize_op if torch.compiler.is_compiling() else quantize_batched
-    values, scale = run(A, A_scale, expert_num_tokens, qtype, per_act_token_quant, block_shape)
-    return values, scale
+    return _OPERATION(QuantizeCall(A, A_scale, expert_num_tokens, qtype, per_act_token_quant, block_shape))
 
 
 def normalized(scale: torch.Tensor, name: str, experts: int) -> torch.Tensor:
@@ -77,25 +77,34 @@ def divided(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.T
     return (numbers.round_() if dtype == torch.int8 else numbers).to(dtype)
 
 
-def quantize_batched(
-    A: torch.Tensor,  # noqa: N803
-    A_scale: torch.Tensor | None,  # noqa: N803
-    expert_num_tokens: torch.Tensor,
-    qtype: torch.dtype,
-    per_act_token_quant: bool,
-    block_shape: list[int] | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+class QuantizeCall(NamedTuple):
+    """The arguments that have a meaning here, checked."""
+
+    A: torch.Tensor
+    A_scale: torch.Tensor | None
+    expert_num_tokens: torch.Tensor
+    qtype: torch.dtype
+    per_act_token_quant: bool
+    block_shape: list[int] | None
+
+    @property
+    def rows(self) -> RowFormat:
+        """The format of the quantized rows."""
+        return RowFormat.of(self.qtype, self.per_act_token_quant, self.block_shape)
+
+
+def quantize_batched(call: QuantizeCall) -> tuple[torch.Tensor, torch.Tensor]:
     """`batched_moe_kernel_quantize_input` for arguments that are checked. Local."""
-    rows = RowFormat.of(qtype, per_act_token_quant, block_shape)
+    A, A_scale, rows = call.A, call.A_scale, call.rows  # noqa: N806
     experts, height, width = A.shape
     shape = rows.scale_shape(experts, height, width)
-    empty = no_token(expert_num_tokens, experts, height)
+    empty = no_token(call.expert_num_tokens, experts, height)
     without = empty.all(1)[:, None, None] if rows.per == "tensor" else empty.unsqueeze(2)
     if A_scale is not None:
         scale = normalized(A_scale, "A_scale", experts)
         if scale.shape[2] != 1 or scale.shape[1] not in (1, shape[1]):
             raise ValueError(f"A_scale is {tuple(A_scale.shape)}; one number, or {shape} needed")
-        values = divided(A, scale, qtype)
+        values = divided(A, scale, call.qtype)
     elif rows.per == "tensor":
         stored = quantize_weight(A.masked_fill(empty.unsqueeze(2), 0), rows.scheme("tensor"))
         assert stored.scale is not None
@@ -106,24 +115,9 @@ def quantize_batched(
     return values, scale.expand(shape).masked_fill(without, 0).contiguous()
 
 
-def _quantize_fake(
-    A: torch.Tensor,  # noqa: N803
-    A_scale: torch.Tensor | None,  # noqa: N803
-    expert_num_tokens: torch.Tensor,
-    qtype: torch.dtype,
-    per_act_token_quant: bool,
-    block_shape: list[int] | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = RowFormat.of(qtype, per_act_token_quant, block_shape)
-    scale = A.new_empty(rows.scale_shape(*A.shape), dtype=torch.float32)
-    return torch.empty_like(A, dtype=qtype, memory_format=torch.contiguous_format), scale
+def _new_rows(call: QuantizeCall) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = call.A.new_empty(call.rows.scale_shape(*call.A.shape), dtype=torch.float32)
+    return torch.empty_like(call.A, dtype=call.qtype, memory_format=torch.contiguous_format), scale
 
 
-_quantize_op = custom_op(
-    "ep_moe::batched_quantize",
-    quantize_batched,
-    mutates_args=(),
-    schema="(Tensor A, Tensor? A_scale, Tensor expert_num_tokens, ScalarType qtype, bool per_act_token_quant, "
-    "int[]? block_shape) -> (Tensor, Tensor)",
-)
-_quantize_op.register_fake(_quantize_fake)
+_OPERATION = Operation("batched_quantize", QuantizeCall, quantize_batched, new=_new_rows, num_results=2)
