@@ -91,7 +91,7 @@ class Operation(Generic[Call, Result]):
         self._weights = _getter([places[name] for name in tensors if name not in inputs])
         self._numbers = _getter([places[name] for name in fields if name not in tensors and name not in lists])
         self._lists = _getter([places[name] for name in lists])
-        self._has_lists = bool(lists)
+        self._has_lists, self._has_weights = bool(lists), "weight" in tensors.values()
         self._optional = any(fields[name][2] for name in inputs)
         self._operator = self._custom_op(fields, num_results)
 
@@ -119,14 +119,15 @@ class Operation(Generic[Call, Result]):
         """
         if written is None:
             return None, None
-        inputs, weights = self._inputs(call), self._weights(call)
+        inputs = self._inputs(call)
         if self._optional:
             more = *more, *map(operator.is_, inputs, _NONES)
             inputs = (*filter(_is_tensor, inputs),)
         if self._has_lists:
-            more = *more, *map(_frozen, self._lists(call))
-        kinds = *map(_LIKE, inputs), *map(torch.Tensor.stride, inputs)
-        key = *more, *self._numbers(call), *kinds, *identities(weights)
+            more = *more, *map(repr, self._lists(call))
+        if self._has_weights:
+            more = *more, *identities(self._weights(call))
+        key = *more, *self._numbers(call), *map(_LIKE, inputs), *map(torch.Tensor.stride, inputs)
         return key, plans_of(self._name, threading.get_ident()).get(key, written)
 
     def keep(self, key: Key | None, plan: object, call: Call, *, written: tuple[int, ...] | None = ()) -> None:
@@ -200,7 +201,3 @@ def _getter(places: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
         return operator.itemgetter(*places)
     first = places[0] if places else 0
     return operator.itemgetter(slice(first, first + len(places)))
-
-
-def _frozen(numbers: list[int] | None) -> tuple[int, ...] | None:
-    return None if numbers is None else (*numbers,)

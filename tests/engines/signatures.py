@@ -102,7 +102,11 @@ REFUSED = {  # members of enumerations; the others are computed
 METHODS = [f"{method.value} {method.name.replace('_', '').lower()}" for method in RoutingMethod]
 IGNORED: tuple[tuple[str, str], ...] = (  # parameters and fields that nothing reads, and why
     ("_experts_for.thread kept_weights.call kept_weights.thread plans_of.call plans_of.thread", "of a cache's key"),
-    ("Fp4Call.gemm1_weights_scale Fp4Call.gemm2_weights_scale GivenWeight.static_name", "read by place, or by a name"),
+    (
+        "B12xCall.w1_weight_sf B12xCall.w2_weight_sf Fp4Call.gemm1_weights_scale Fp4Call.gemm2_weights_scale"
+        " GivenWeight.static_name",
+        "read by place, or by a name",
+    ),
     (
         "trtllm_fp4_block_scale_moe.enable_pdl trtllm_fp4_block_scale_moe.tune_max_num_tokens"
         " get_default_config.is_marlin invoke_fused_moe_kernel.b_use_tma invoke_fused_moe_kernel.no_combine",
@@ -137,11 +141,8 @@ IGNORED: tuple[tuple[str, str], ...] = (  # parameters and fields that nothing r
         "of another part of vLLM's kernel, or known from the tensors",
     ),
     (
-        " ".join(
-            f"{name}Experts.workspace_shapes.{size}"
-            for name in ("BatchedTriton", "NaiveBatched")
-            for size in ("M", "aq", "global_num_experts", "topk")
-        ),
+        "_BatchedExperts.workspace_shapes.M _BatchedExperts.workspace_shapes.aq _BatchedExperts.workspace_shapes.topk"
+        " _BatchedExperts.workspace_shapes.global_num_experts",
         "the shapes depend on the most rows alone",
     ),
 )

@@ -6,7 +6,7 @@ Weights are rows in order, [up; gate] if the activation is gated; `unshuffle_wei
 """
 
 from ep_moe.functional.flashinfer.b12x import b12x_fused_moe
-from ep_moe.functional.flashinfer.layouts import unshuffle_rows, unshuffle_weight, untile_scales
+from ep_moe.functional.flashinfer.formats import unshuffle_rows, unshuffle_weight, untile_scales
 from ep_moe.functional.flashinfer.trtllm import trtllm_fp4_block_scale_moe
 
 __all__ = [

@@ -12,7 +12,7 @@ from ep_moe.config import ActivationConfig, ActivationKind
 from ep_moe.experts import Experts
 from ep_moe.functional.call import Operation, Weight, Written
 from ep_moe.functional.common import check_like, experts_for, mapped_ids, served_scheme, writes
-from ep_moe.functional.fp4 import MXFP4, NVFP4, stored_weight
+from ep_moe.functional.flashinfer.formats import MXFP4, NVFP4, stored_weight
 from ep_moe.functional.routed_plan import RoutedPlan
 from ep_moe.local_moe import local_moe
 from ep_moe.quant import Quantized, QuantScheme, StoredMatrix, quantize
@@ -136,33 +136,14 @@ def b12x_fused_moe(
     if output_dtype != torch.bfloat16:
         raise ValueError(f"output_dtype ({output_dtype}) is not torch.bfloat16")
     mode = _mode_of(quant_mode, activation_precision)
-    call = B12xCall._make(  # in the order of its fields, in less time than by their names
-        (
-            x,
-            w1_weight,
-            w1_weight_sf,
-            w2_weight,
-            w2_weight_sf,
-            token_selected_experts,
-            token_final_scales,
-            num_experts,
-            top_k,
-            w1_alpha,
-            w2_alpha,
-            fc2_input_scale if mode == "nvfp4" else None,
-            input_global_scale if mode == "nvfp4" else None,
-            num_experts if num_local_experts is None else num_local_experts,
-            expert_map,
-            output,
-            activation,
-            swiglu_alpha,
-            swiglu_beta,
-            swiglu_limit,
-            mode,
-            source_format,
-        )
-    )
-    return _OPERATION(call)
+    weights = w1_weight, w1_weight_sf, w2_weight, w2_weight_sf
+    routed = token_selected_experts, token_final_scales, num_experts, top_k
+    input_scales = (fc2_input_scale, input_global_scale) if mode == "nvfp4" else (None, None)
+    num_local = num_experts if num_local_experts is None else num_local_experts
+    numbers = activation, swiglu_alpha, swiglu_beta, swiglu_limit, mode, source_format
+    alphas = w1_alpha, w2_alpha
+    fields = x, *weights, *routed, *alphas, *input_scales, num_local, expert_map, output, *numbers
+    return _OPERATION(B12xCall._make(fields))  # in less time than by their names
 
 
 def _mode_of(quant_mode: str | None, activation_precision: str) -> str:

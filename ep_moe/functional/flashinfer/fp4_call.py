@@ -12,7 +12,7 @@ import torch
 from ep_moe.config import ActivationConfig, ActivationKind, RoutingConfig, RoutingMethod
 from ep_moe.functional.call import Weight, Written
 from ep_moe.functional.common import check_like, writes
-from ep_moe.functional.fp4 import NVFP4, stored_weight
+from ep_moe.functional.flashinfer.formats import NVFP4, stored_weight
 from ep_moe.quant import QuantScheme, StoredMatrix
 from ep_moe.weights import ExpertWeights, PerExpert
 
@@ -346,4 +346,12 @@ def weights_of(call: Fp4Call, scheme: QuantScheme) -> ExpertWeights:
         ones = torch.ones(call.num_held, dtype=torch.float32, device=w13.values.device)
         w13, w2 = (StoredMatrix(part.values, scale=part.scale, global_scale=ones) for part in (w13, w2))
     numbers = _numbers(call, gated)
-    return ExpertWeights(w13=w13, w2=w2, scheme=scheme, **numbers._asdict(), up_first=gated)
+    return ExpertWeights(
+        w13=w13,
+        w2=w2,
+        scheme=scheme,
+        w13_bias=numbers.w13_bias,
+        w2_bias=numbers.w2_bias,
+        per_expert=numbers.per_expert,
+        up_first=gated,
+    )

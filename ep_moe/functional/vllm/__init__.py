@@ -4,8 +4,8 @@ Names, order and defaults of the parameters are vLLM's; docs/functional.md says 
 on vLLM's own modular bases, which send tokens between ranks, are in `ep_moe.engines.vllm`.
 """
 
-from ep_moe.functional.vllm.config import FusedMoEActivationFormat, FusedMoEQuantConfig
 from ep_moe.functional.vllm.experts import BatchedTritonExperts, NaiveBatchedExperts
+from ep_moe.functional.vllm.formats import FusedMoEActivationFormat, FusedMoEQuantConfig
 from ep_moe.functional.vllm.gemm import invoke_moe_batched_triton_kernel
 from ep_moe.functional.vllm.prepare_finalize import BatchedPrepareAndFinalize
 from ep_moe.functional.vllm.quantize import batched_moe_kernel_quantize_input

@@ -16,8 +16,16 @@ from ep_moe.functional.call import Operation, Weight, Written
 from ep_moe.functional.common import experts_for
 from ep_moe.functional.formats import FLAGS, is_view, matrix_of
 from ep_moe.functional.plans import CopiedScale, multiples
-from ep_moe.functional.vllm.config import FusedMoEActivationFormat, FusedMoEQuantConfig, used_flag
-from ep_moe.functional.vllm.formats import RowFormat, flags_of, given_weight, row_scales, scheme_of
+from ep_moe.functional.vllm.formats import (
+    FusedMoEActivationFormat,
+    FusedMoEQuantConfig,
+    RowFormat,
+    flags_of,
+    given_weight,
+    row_scales,
+    scheme_of,
+    used_flag,
+)
 from ep_moe.layout import Batched, ExpertBatch
 from ep_moe.quant import QuantScheme, TensorFormat
 from ep_moe.weights import ExpertWeights
@@ -141,26 +149,10 @@ class _BatchedExperts:
             raise ValueError(f"global_num_experts ({global_num_experts}) is less than the {w1.shape[0]} experts of w1")
         name: str = getattr(activation, "value", activation)
         rows = math.ceil(topk_ids.numel() * self.num_dispatchers / global_num_experts)
-        call = BatchedCall(
-            output,
-            hidden_states,
-            w1,
-            w2,
-            name,
-            w1_scale,
-            w2_scale,
-            w1_zp,
-            w2_zp,
-            a1q_scale,
-            a2_scale,
-            expert_num_tokens,
-            self._flag,
-            self.per_act_token_quant,
-            self.block_shape,
-            self._naive,
-            max(rows, 1),
-        )
-        _OPERATION(call)
+        weights, zeros = (w1, w2, name, w1_scale, w2_scale), (w1_zp, w2_zp)
+        scales, options = (a1q_scale, a2_scale, expert_num_tokens), (self.per_act_token_quant, self.block_shape)
+        rest = self._flag, *options, self._naive, max(rows, 1)
+        _OPERATION(BatchedCall._make((output, hidden_states, *weights, *zeros, *scales, *rest)))
 
     def workspace_shapes(
         self,

@@ -13,8 +13,7 @@ from ep_moe.functional.call import Operation, Written
 from ep_moe.functional.formats import is_view, matrix_of
 from ep_moe.functional.plans import multiples, quotients
 from ep_moe.functional.sglang.configs import tiles_of
-from ep_moe.functional.vllm.config import used_flag
-from ep_moe.functional.vllm.formats import RowFormat, flags_of, given_weight, row_scales, scheme_of
+from ep_moe.functional.vllm.formats import RowFormat, flags_of, given_weight, row_scales, scheme_of, used_flag
 from ep_moe.functional.vllm.quantize import no_token
 from ep_moe.local_moe.row_gemm import RowLists, by_kernels, gemm_by_kernels, gemm_rows
 from ep_moe.quant import Quantized

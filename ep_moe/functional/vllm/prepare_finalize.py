@@ -10,8 +10,7 @@ import torch
 from ep_moe.config import DTYPES, Layout
 from ep_moe.functional.call import Operation, Written
 from ep_moe.functional.common import check_like, mapped_ids
-from ep_moe.functional.vllm.config import FusedMoEActivationFormat
-from ep_moe.functional.vllm.formats import RowFormat
+from ep_moe.functional.vllm.formats import FusedMoEActivationFormat, RowFormat
 from ep_moe.functional.vllm.quantize import QuantizeCall, divided, no_token, quantize_batched
 from ep_moe.layout import TokenRows, merge_repeats, pack, weighted_sum
 from ep_moe.quant import as_bytes, get_scheme, quantize
