@@ -1,6 +1,7 @@
 """Weights as SGLang stores them, and the numbers that they stand for, from the formats' documentation alone."""
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -99,7 +100,9 @@ def activated(sums: torch.Tensor, **options: Any) -> torch.Tensor:
     alpha, limit = options.get("gemm1_alpha"), options.get("gemm1_limit")
     name = options.get("activation", "silu")
     if options.get("is_gated") is False:
-        return {"relu2": lambda x: x.clamp(min=0) ** 2, "silu": F.silu, "gelu": F.gelu}[name](sums)
+        tanh = functools.partial(F.gelu, approximate="tanh")
+        found = {"relu2": lambda x: x.clamp(min=0) ** 2, "silu": F.silu, "gelu": F.gelu, "gelu_tanh": tanh}
+        return found[name](sums)
     if name == "situ":
         gate, up = sums.chunk(2, 1)
         alpha = alpha or 4.0

@@ -5,7 +5,6 @@ Cases that take `run` are computed by torch and, marked `gpu`, by kernels: on a 
 
 import dataclasses
 import gc
-import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -27,15 +26,6 @@ EXPERTS, TOPK, TOKENS, HIDDEN, INNER = 8, 3, 24, 64, 96
 LIMITS = {"bf16": 1e-2, "mxfp8": 2e-2, "nvfp4": 2e-2}  # a value near a rounding boundary may go either way
 NUMBERS = ("routing_bias", "gemm1_bias", "gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "gemm2_bias")
 SCALARS = ("output1_scale_scalar", "output1_scale_gate_scalar", "output2_scale_scalar")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """For tiny operators a second one costs more than it saves."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def generator(seed: int) -> torch.Generator:
@@ -86,34 +76,6 @@ def arguments(layer: Layer, x: torch.Tensor, scale: torch.Tensor | None, **chang
 def check(found: torch.Tensor, expected: torch.Tensor, how: str) -> None:
     assert found.dtype == torch.bfloat16
     assert float(worst_row_error(found, expected)) < LIMITS[how]
-
-
-SEEDS_ARGUMENTS = {
-    trtllm_fp4_block_scale_moe: (
-        "routing_logits routing_bias hidden_states hidden_states_scale gemm1_weights gemm1_weights_scale gemm1_bias "
-        "gemm1_alpha gemm1_beta gemm1_clamp_limit gemm2_weights gemm2_weights_scale gemm2_bias output1_scale_scalar "
-        "output1_scale_gate_scalar output2_scale_scalar num_experts top_k n_group topk_group intermediate_size "
-        "local_expert_offset local_num_experts routed_scaling_factor routing_method_type=0 do_finalize=True "
-        "enable_pdl=None activation_type=3 per_token_scale=None output=None tune_max_num_tokens=8192 "
-        "norm_topk_prob=True routing_replay_out=None num_fused_shared_experts=None valid_hidden_size=None "
-        "valid_intermediate_size=None hidden_states_scale_layout=None"
-    ),
-    b12x_fused_moe: (
-        "x w1_weight w1_weight_sf w2_weight w2_weight_sf token_selected_experts token_final_scales num_experts top_k "
-        "*w1_alpha *w2_alpha *fc2_input_scale=None *input_global_scale=None *num_local_experts=None *expert_map=None "
-        "*output=None *output_dtype=torch.bfloat16 *activation='silu' *swiglu_alpha=1.702 *swiglu_beta=1.0 "
-        "*swiglu_limit=None *activation_precision='fp4' *quant_mode=None *source_format='modelopt'"
-    ),
-}
-
-
-@pytest.mark.parametrize("call", SEEDS_ARGUMENTS, ids=lambda call: call.__name__)
-def test_names_order_and_defaults(call: Callable[..., Any]) -> None:
-    found = []
-    for parameter in inspect.signature(call).parameters.values():
-        default = "" if parameter.default is inspect.Parameter.empty else f"={parameter.default!r}"
-        found.append("*" * (parameter.kind is inspect.Parameter.KEYWORD_ONLY) + parameter.name + default)
-    assert " ".join(found) == SEEDS_ARGUMENTS[call]
 
 
 @pytest.mark.parametrize("per_token", [False, True], ids=["", "per_token_scale"])

@@ -5,17 +5,30 @@ Letters: E experts, T tokens, K top-k, H hidden, I intermediate, C rows of an ex
 
 import dataclasses
 import enum
-import inspect
 import math
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import triton.language as tl
+from sglang_oracle import (
+    EXPERTS,
+    HIDDEN,
+    INNER,
+    LIMITS,
+    ROUNDED_LIMIT,
+    TOKENS,
+    TOPK,
+    Format,
+    Matrix,
+    activated,
+    flags,
+    generator,
+    made,
+    rounded,
+)
 
-from ep_moe.functional import vllm
 from ep_moe.functional.vllm import (
     BatchedPrepareAndFinalize,
     BatchedTritonExperts,
@@ -27,28 +40,14 @@ from ep_moe.functional.vllm import (
 )
 from ep_moe.testing import worst_row_error
 
-EXPERTS, TOPK, TOKENS, HIDDEN, INNER, HEIGHT = 6, 3, 20, 64, 96, 24
+HEIGHT = 24
 COUNTS = [5, 0, HEIGHT, 1, 7, 2]
-LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 3e-3}
-ROUNDED_LIMIT = 2e-2  # of tokens in 8 bits: a value near a rounding boundary may go either way
 CONFIG = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32}
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
+DTYPES = {"fp8": FP8, "int8": INT8}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """For tiny operators a second one costs more than it saves."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def rounded(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor) -> torch.Tensor:
+def stored(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor) -> torch.Tensor:
     """x / scale, in float32, as a stored number in float64."""
     largest = 448.0 if dtype == FP8 else 127.0
     numbers = (x.float() / scale.float()).clamp(-largest, largest)
@@ -65,95 +64,30 @@ def spread(scale: torch.Tensor, width: int) -> torch.Tensor:
     return scale if scale.shape[-1] == 1 else scale.repeat_interleave(width // scale.shape[-1], -1)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Form:
-    """A format of the calls: its flags, how tokens are stored, and how weights are."""
-
-    flags: dict[str, Any] = dataclasses.field(default_factory=dict)
-    rows: torch.dtype | None = None
-    per: str = "none"
-    weights: str = "none"  # "fp8", "int8", "uint8" or "int4"
-    tile: Any = None  # "tensor", "channel", or [n, k] of a block of scales
-    zero: bool = False
-    scale_dtype: torch.dtype = torch.float32
-
-
-def flags(**given: Any) -> dict[str, Any]:
-    return given
-
-
 BLOCK = [32, 16]
+FP8_FLAG, INT8_FLAG = flags(use_fp8_w8a8=True), flags(use_int8_w8a8=True)
+EACH, ALONE, INT4 = flags(per_act_token_quant=True), flags(use_int8_w8a16=True), flags(use_int4_w4a16=True)
 FORMS = {
-    "none": Form(),
-    "fp8 tensor": Form(flags=flags(use_fp8_w8a8=True), rows=FP8, per="tensor", weights="fp8", tile="tensor"),
-    "fp8 tensor channel": Form(flags=flags(use_fp8_w8a8=True), rows=FP8, per="tensor", weights="fp8", tile="channel"),
-    "fp8 token": Form(
-        flags=flags(use_fp8_w8a8=True, per_act_token_quant=True), rows=FP8, per="token", weights="fp8", tile="channel"
-    ),
-    "fp8 token tensor": Form(
-        flags=flags(use_fp8_w8a8=True, per_act_token_quant=True), rows=FP8, per="token", weights="fp8", tile="tensor"
-    ),
-    "fp8 block": Form(
-        flags=flags(use_fp8_w8a8=True, block_shape=BLOCK), rows=FP8, per="group", weights="fp8", tile=BLOCK
-    ),
-    "int8 token": Form(
-        flags=flags(use_int8_w8a8=True, per_act_token_quant=True),
-        rows=INT8,
-        per="token",
-        weights="int8",
-        tile="channel",
-    ),
-    "int8 tensor": Form(flags=flags(use_int8_w8a8=True), rows=INT8, per="tensor", weights="int8", tile="tensor"),
-    "int8 block": Form(
-        flags=flags(use_int8_w8a8=True, block_shape=BLOCK), rows=INT8, per="group", weights="int8", tile=BLOCK
-    ),
-    "int8 alone": Form(flags=flags(use_int8_w8a16=True), weights="int8", tile="channel"),
-    "int8 alone groups": Form(flags=flags(use_int8_w8a16=True, block_shape=[0, 32]), weights="int8", tile=[1, 32]),
-    "uint8 groups": Form(
-        flags=flags(use_int8_w8a16=True, block_shape=[0, 32]), weights="uint8", tile=[1, 32], zero=True
-    ),
-    "int4": Form(flags=flags(use_int4_w4a16=True), weights="int4", tile="channel", scale_dtype=torch.bfloat16),
-    "int4 groups": Form(flags=flags(use_int4_w4a16=True, block_shape=[0, 16]), weights="int4", tile=[1, 16], zero=True),
+    "none": Format(flags={}),
+    "fp8 tensor": Format(flags=FP8_FLAG, codes="fp8", scales="tensor", rows="fp8 tensor"),
+    "fp8 tensor channel": Format(flags=FP8_FLAG, codes="fp8", scales="channel", rows="fp8 tensor"),
+    "fp8 token": Format(flags=FP8_FLAG | EACH, codes="fp8", scales="channel", rows="fp8 token"),
+    "fp8 token tensor": Format(flags=FP8_FLAG | EACH, codes="fp8", scales="tensor", rows="fp8 token"),
+    "fp8 block": Format(flags=FP8_FLAG | flags(block_shape=BLOCK), codes="fp8", scales="block", rows="fp8 group"),
+    "int8 token": Format(flags=INT8_FLAG | EACH, codes="int8", scales="channel", rows="int8 token"),
+    "int8 tensor": Format(flags=INT8_FLAG, codes="int8", scales="tensor", rows="int8 tensor"),
+    "int8 block": Format(flags=INT8_FLAG | flags(block_shape=BLOCK), codes="int8", scales="block", rows="int8 group"),
+    "int8 alone": Format(flags=ALONE, codes="int8", scales="channel"),
+    "int8 alone groups": Format(flags=ALONE | flags(block_shape=[0, 32]), codes="int8", scales=32),
+    "uint8 groups": Format(flags=ALONE | flags(block_shape=[0, 32]), codes="uint8", scales=32, zero=True),
+    "int4": Format(flags=INT4, codes="int4", scales="channel", scale_dtype=torch.bfloat16),
+    "int4 groups": Format(flags=INT4 | flags(block_shape=[0, 16]), codes="int4", scales=16, zero=True),
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Weight:
-    """A weight [E, N, K] as a call takes it, and the real numbers that this stands for."""
-
-    values: torch.Tensor
-    real: torch.Tensor
-    scale: torch.Tensor | None = None
-    zero: torch.Tensor | None = None
-
-
-def make_weight(form: Form, rows: int, columns: int, dtype: torch.dtype, seed: int) -> Weight:
-    random, shape = generator(seed), (EXPERTS, rows, columns)
-    if form.weights == "none":
-        values = (torch.randn(shape, generator=random) / columns**0.5).to(dtype)
-        return Weight(values=values, real=values.double())
-    tile = {"tensor": [rows, columns], "channel": [1, columns]}.get(str(form.tile), form.tile)
-    counts = math.ceil(rows / tile[0]), math.ceil(columns / tile[1])
-    size = {"fp8": 2.0, "int8": 64.0, "uint8": 64.0, "int4": 4.0}[form.weights] * columns**0.5
-    scale = ((torch.rand((EXPERTS, *counts), generator=random) + 0.5) / size).to(form.scale_dtype)
-    numbers = (torch.randn(shape, generator=random) * 2).to(FP8)
-    zero = None
-    if form.weights == "int8":
-        numbers = torch.randint(-127, 128, shape, generator=random).to(INT8)
-    values, real = numbers, numbers.double()
-    if form.weights in ("uint8", "int4"):
-        most = 255 if form.weights == "uint8" else 15
-        values = torch.randint(0, most + 1, shape, generator=random).to(torch.uint8)
-        middle = torch.full((EXPERTS, *counts), (most + 1) // 2)
-        if form.zero:
-            middle = torch.randint(most // 4, most - most // 4, (EXPERTS, *counts), generator=random)
-            zero = middle.to(torch.uint8)
-        real = values.double() - middle.repeat_interleave(tile[1], 2)[..., :columns].double()
-        if form.weights == "int4":
-            values = values[..., 0::2] | values[..., 1::2] << 4
-            zero = None if zero is None else zero[:, 0::2] | zero[:, 1::2] << 4
-    wide = scale.double().repeat_interleave(tile[0], 1).repeat_interleave(tile[1], 2)[:, :rows, :columns]
-    return Weight(values=values, real=real * wide, scale=scale[:, 0, 0] if form.tile == "tensor" else scale, zero=zero)
+def pair(form: Format, dtype: torch.dtype, seeds: tuple[int, int], halves: int = 2) -> tuple[Matrix, Matrix]:
+    """w1 and w2."""
+    return made(form, halves * INNER, HIDDEN, dtype, seeds[0]), made(form, HIDDEN, INNER, dtype, seeds[1])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,74 +99,48 @@ class Batch:
     real: torch.Tensor
 
 
-def make_batch(form: Form, dtype: torch.dtype, seed: int) -> Batch:
+def make_batch(form: Format, dtype: torch.dtype, seed: int) -> Batch:
     x = torch.randn(EXPERTS, HEIGHT, HIDDEN, generator=generator(seed)).to(dtype)
     real = x.double()
     for expert, count in enumerate(COUNTS):
         x[expert, count:] = torch.nan
-    if form.rows is None:
+    if form.rows == "none":
         return Batch(x=x, scale=None, real=real)
+    kind, per = form.rows.split()
     values = torch.full(x.shape, 127, dtype=torch.uint8)
-    shape = {"tensor": (1, 1), "token": (HEIGHT, 1), "group": (HEIGHT, HIDDEN // 16)}[form.per]
+    shape = {"tensor": (1, 1), "token": (HEIGHT, 1), "group": (HEIGHT, HIDDEN // 16)}[per]
     scales = torch.full((EXPERTS, *shape), torch.nan)
     for expert, count in enumerate(COUNTS):
         if count:
-            scale = scales_of(x[expert, :count], form.rows, form.per)
-            numbers = rounded(real[expert, :count], form.rows, spread(scale, HIDDEN))
+            scale = scales_of(x[expert, :count], DTYPES[kind], per)
+            numbers = stored(real[expert, :count], DTYPES[kind], spread(scale, HIDDEN))
             scales[expert, : scale.shape[0]] = scale.float()
-            values[expert, :count] = numbers.float().to(form.rows).view(torch.uint8)
+            values[expert, :count] = numbers.float().to(DTYPES[kind]).view(torch.uint8)
             real[expert, :count] = numbers * spread(scale, HIDDEN)
-    return Batch(x=values.view(form.rows), scale=scales, real=real)
+    return Batch(x=values.view(DTYPES[kind]), scale=scales, real=real)
 
 
-def gelu(x: torch.Tensor) -> torch.Tensor:
-    return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
-
-
-def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-
-
-def silu(x: torch.Tensor) -> torch.Tensor:
-    return x / (1 + torch.exp(-x))
-
-
-def swigluoai(x: torch.Tensor) -> torch.Tensor:
-    """Gate and up in turns."""
-    gate, up = x[:, 0::2].clamp(max=7), x[:, 1::2].clamp(-7, 7)
-    return gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
-
-
-def of_halves(function: Callable[[torch.Tensor], torch.Tensor], limit: float = math.inf) -> Any:
-    return lambda x: function(x.chunk(2, 1)[0]).clamp(max=limit) * x.chunk(2, 1)[1].clamp(-limit, limit)
-
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": of_halves(silu),
-    "gelu": of_halves(gelu),
-    "gelu_tanh": of_halves(gelu_tanh),
-    "swigluoai": swigluoai,
-    "swiglustep": of_halves(silu, 7.0),
-    "silu_no_mul": silu,
-    "gelu_no_mul": gelu,
-    "gelu_tanh_no_mul": gelu_tanh,
-    "relu2_no_mul": lambda x: x.clamp(min=0).square(),
+ACTIVATIONS: dict[str, dict[str, Any]] = {  # by vLLM's names, as SGLang's arguments
+    "silu": {},
+    "gelu": {"activation": "gelu"},
+    "gelu_tanh": {"activation": "gelu_tanh"},
+    "swigluoai": {"gemm1_alpha": 1.702, "gemm1_limit": 7.0},
+    "swiglustep": {"gemm1_limit": 7.0},
+    "silu_no_mul": {"activation": "silu", "is_gated": False},
+    "gelu_no_mul": {"activation": "gelu", "is_gated": False},
+    "gelu_tanh_no_mul": {"activation": "gelu_tanh", "is_gated": False},
+    "relu2_no_mul": {"activation": "relu2", "is_gated": False},
 }
 
 
-def expected(batch: Batch, w1: Weight, w2: Weight, form: Form, dtype: torch.dtype, **more: Any) -> list[torch.Tensor]:
+def expected(batch: Batch, w1: Matrix, w2: Matrix, form: Format, dtype: torch.dtype, **more: Any) -> list[torch.Tensor]:
     """The outputs of each expert's tokens, one [n, H] for each expert."""
-    outputs = []
+    how, outputs = str(dtype).removeprefix("torch.") if form.rows == "none" or more.get("naive") else form.rows, []
     for expert, count in enumerate(COUNTS):
-        inner = ACTIVATIONS[more.get("activation", "silu")](batch.real[expert, :count] @ w1.real[expert].T)
-        if form.rows is None or more.get("naive"):
-            inner = inner.to(dtype).double()
-        elif count:
-            scale = spread(scales_of(inner, form.rows, form.per), INNER)
-            static = more.get("static")
-            scale = scale if static is None else static.double().reshape(-1)[expert % static.numel()]
-            inner = rounded(inner, form.rows, scale) * scale
-        outputs.append(inner @ w2.real[expert].T)
+        inner = activated(batch.real[expert, :count] @ w1.real[expert].T, **ACTIVATIONS[more.get("activation", "silu")])
+        static = more.get("static")
+        own = None if static is None else float(static.reshape(-1)[expert % static.numel()])
+        outputs.append((rounded(inner, how, own) if count else inner) @ w2.real[expert].T)
     return outputs
 
 
@@ -244,8 +152,8 @@ def compare(found: torch.Tensor, outputs: list[torch.Tensor], limit: float) -> N
             assert float(worst_row_error(found[expert, :count], outputs[expert])) < limit
 
 
-def limit_of(form: Form, dtype: torch.dtype) -> float:
-    return LIMITS[dtype] if form.rows is None else ROUNDED_LIMIT
+def limit_of(form: Format, dtype: torch.dtype) -> float:
+    return LIMITS[dtype] if form.rows == "none" else ROUNDED_LIMIT
 
 
 def counts() -> torch.Tensor:
@@ -254,13 +162,10 @@ def counts() -> torch.Tensor:
 
 
 def apply_arguments(
-    form: Form, dtype: torch.dtype, seed: int = 1, halves: int = 2
-) -> tuple[dict[str, Any], Batch, Weight, Weight]:
+    form: Format, dtype: torch.dtype, seed: int = 1, halves: int = 2
+) -> tuple[dict[str, Any], Batch, Matrix, Matrix]:
     batch = make_batch(form, dtype, seed)
-    w1, w2 = (
-        make_weight(form, halves * INNER, HIDDEN, dtype, seed + 1),
-        make_weight(form, HIDDEN, INNER, dtype, seed + 2),
-    )
+    w1, w2 = pair(form, dtype, (seed + 1, seed + 2), halves)
     given: dict[str, Any] = {
         "output": torch.full((EXPERTS, HEIGHT, HIDDEN), torch.nan, dtype=dtype),
         "hidden_states": batch.x,
@@ -373,7 +278,7 @@ GEMM_FORMS = {name: form for name, form in FORMS.items() if name != "int8 tensor
 def test_gemm(name: str, strided: bool) -> None:
     """int8 by int8 has no flag here."""
     form, dtype = GEMM_FORMS[name], torch.bfloat16
-    batch, weight = make_batch(form, dtype, 5), make_weight(form, INNER, HIDDEN, dtype, 6)
+    batch, weight = make_batch(form, dtype, 5), made(form, INNER, HIDDEN, dtype, 6)
     C = torch.full((EXPERTS, HEIGHT, INNER), torch.nan, dtype=torch.float32 if strided else dtype)  # noqa: N806
     if strided:
         C = C.transpose(0, 1).contiguous().transpose(0, 1)  # noqa: N806
@@ -413,9 +318,7 @@ def test_quantization(dtype: torch.dtype, per: str) -> None:
         assert torch.equal(scales[expert, : scale.shape[0]], scale.float())
         assert bool((scales[expert, scale.shape[0] :] == 0).all())
         if count:
-            assert torch.equal(
-                values[expert, :count].double(), rounded(x[expert, :count], dtype, spread(scale, HIDDEN))
-            )
+            assert torch.equal(values[expert, :count].double(), stored(x[expert, :count], dtype, spread(scale, HIDDEN)))
 
 
 @pytest.mark.parametrize("per", ["tensor", "token"])
@@ -515,7 +418,7 @@ def test_prepare_and_finalize(name: str, mapped: bool, on_input: bool) -> None:
             continue
         needed = scales_of(rows, config.quant_dtype, per)
         assert torch.equal(scale[own, : needed.shape[0]], needed.float())
-        assert torch.equal(x[own, :count].double(), rounded(rows, config.quant_dtype, spread(needed, HIDDEN)))
+        assert torch.equal(x[own, :count].double(), stored(rows, config.quant_dtype, spread(needed, HIDDEN)))
     assert found.shape == (2 * EXPERTS,)
     assert bool((found[EXPERTS:] == 0).all())
     output = torch.full((TOKENS, HIDDEN), torch.nan, dtype=torch.bfloat16)
@@ -547,7 +450,7 @@ def test_static_scales_of_tokens(name: str, on_input: bool, topk: int) -> None:
         needed = scale[token] if config.per_act_token_quant else scale.expand(1, 1)
         if len(token):
             assert torch.equal(found[own, : len(token) if config.per_act_token_quant else 1], needed)
-            assert torch.equal(x[own, : len(token)].double(), rounded(rows, FP8, needed))
+            assert torch.equal(x[own, : len(token)].double(), stored(rows, FP8, needed))
 
 
 def test_an_expert_twice_is_one_row() -> None:
@@ -569,7 +472,7 @@ def test_ranks_add_up_to_a_layer(name: str) -> None:
     a1, weights, ids = routing()
     total, wanted = torch.zeros(TOKENS, HIDDEN), torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
     for rank in range(2):
-        w1, w2 = make_weight(form, 2 * INNER, HIDDEN, dtype, 30 + rank), make_weight(form, HIDDEN, INNER, dtype, rank)
+        w1, w2 = pair(form, dtype, (30 + rank, rank))
         exchange, experts = (
             BatchedPrepareAndFinalize(HEIGHT, EXPERTS, 1, rank),
             BatchedTritonExperts(HEIGHT, 1, **form.flags),
@@ -589,68 +492,15 @@ def test_ranks_add_up_to_a_layer(name: str) -> None:
         total += output.float()
         for own in range(EXPERTS):
             token, column = own_rows(ids, own, None, rank)
-            rows = a1[token].double()
-            if form.rows is not None and len(token):
-                scale_of = spread(scales_of(rows, form.rows, form.per), HIDDEN)
-                rows = rounded(rows, form.rows, scale_of) * scale_of
-            gate, up = (rows @ w1.real[own].T).chunk(2, 1)
-            inner = up * gate / (1 + torch.exp(-gate))
-            if form.rows is not None and len(token):
-                scale_of = spread(scales_of(inner, form.rows, form.per), INNER)
-                inner = rounded(inner, form.rows, scale_of) * scale_of
-            wanted[token] += inner @ w2.real[own].T * weights[token, column, None].double()
+            if len(token):
+                how = "bfloat16" if form.rows == "none" else form.rows
+                inner = activated(rounded(a1[token].double(), how) @ w1.real[own].T)
+                wanted[token] += rounded(inner, how) @ w2.real[own].T * weights[token, column, None].double()
     busy = (wanted != 0).any(1)
     assert float(worst_row_error(total[busy], wanted[busy])) < ROUNDED_LIMIT
 
 
 # Arguments
-
-
-SEEDS_ARGUMENTS = {
-    "BatchedPrepareAndFinalize": "max_num_tokens num_local_experts num_dispatchers rank",
-    "BatchedPrepareAndFinalize.prepare": (
-        "a1 a1_scale a2_scale topk_weights topk_ids num_experts expert_map apply_router_weight_on_input quant_config"
-    ),
-    "BatchedPrepareAndFinalize.finalize": (
-        "output fused_expert_output topk_weights topk_ids apply_router_weight_on_input"
-    ),
-    "BatchedTritonExperts": (
-        "max_num_tokens num_dispatchers use_fp8_w8a8=False use_int8_w8a8=False use_int8_w8a16=False "
-        "use_int4_w4a16=False per_act_token_quant=False block_shape=None"
-    ),
-    "NaiveBatchedExperts": (
-        "max_num_tokens num_dispatchers use_fp8_w8a8=False use_int8_w8a8=False use_int8_w8a16=False "
-        "use_int4_w4a16=False block_shape=None per_act_token_quant=False"
-    ),
-    "NaiveBatchedExperts.dequant": "t scale",
-    **dict.fromkeys(
-        ("BatchedTritonExperts.workspace_shapes", "NaiveBatchedExperts.workspace_shapes"),
-        "a aq M N K topk global_num_experts local_num_experts",
-    ),
-    **dict.fromkeys(
-        ("BatchedTritonExperts.apply", "NaiveBatchedExperts.apply"),
-        "output hidden_states w1 w2 topk_ids activation global_num_experts expert_map w1_scale w2_scale w1_zp w2_zp "
-        "a1q_scale a2_scale workspace13 workspace2 expert_num_tokens",
-    ),
-    "batched_moe_kernel_quantize_input": (
-        "A A_scale num_tokens E N expert_num_tokens qtype per_act_token_quant block_shape=None"
-    ),
-    "invoke_moe_batched_triton_kernel": (
-        "A B C expert_num_tokens compute_type A_scale B_scale B_zp use_fp8_w8a8 use_int8_w8a16 use_int4_w4a16 config "
-        "per_act_token_quant block_shape=None"
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SEEDS_ARGUMENTS)
-def test_names_order_and_defaults(name: str) -> None:
-    found: Any = vllm
-    for part in name.split("."):
-        found = getattr(found, part)
-    parameters = [one for one in inspect.signature(found).parameters.values() if one.name != "self"]
-    empty = inspect.Parameter.empty
-    texts = [one.name + ("" if one.default is empty else f"={one.default!r}") for one in parameters]
-    assert " ".join(texts) == SEEDS_ARGUMENTS[name]
 
 
 BAD: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
@@ -737,13 +587,10 @@ def test_bad_arguments_of_the_others_are_named() -> None:
         )
 
 
-def layer(form: Form, device: str = "cpu", naive: bool = False) -> tuple[Any, tuple[torch.Tensor, ...]]:
+def layer(form: Format, device: str = "cpu", naive: bool = False) -> tuple[Any, tuple[torch.Tensor, ...]]:
     """A function of a1, weights and ids that runs all calls, and its arguments."""
-    w1, w2 = (
-        make_weight(form, 2 * INNER, HIDDEN, torch.bfloat16, 41),
-        make_weight(form, HIDDEN, INNER, torch.bfloat16, 42),
-    )
-    stored = [None if tensor is None else tensor.to(device) for tensor in (w1.values, w2.values, w1.scale, w2.scale)]
+    w1, w2 = pair(form, torch.bfloat16, (41, 42))
+    given = [None if tensor is None else tensor.to(device) for tensor in (w1.values, w2.values, w1.scale, w2.scale)]
     make = NaiveBatchedExperts if naive else BatchedTritonExperts
     experts, exchange = make(HEIGHT, 1, **form.flags), BatchedPrepareAndFinalize(HEIGHT, EXPERTS, 1, 0)
 
@@ -752,18 +599,26 @@ def layer(form: Form, device: str = "cpu", naive: bool = False) -> tuple[Any, tu
             a1 * 2, None, None, weights, ids, EXPERTS, None, False, experts.quant_config
         )
         y = torch.zeros(EXPERTS, HEIGHT, HIDDEN, dtype=a1.dtype, device=a1.device)
-        scales = stored[2], stored[3], None, None, scale, None
-        experts.apply(y, x, stored[0], stored[1], ids, "silu", EXPERTS, None, *scales, y, y, found)
+        scales = given[2], given[3], None, None, scale, None
+        experts.apply(y, x, given[0], given[1], ids, "silu", EXPERTS, None, *scales, y, y, found)
         output = torch.empty_like(a1)
         exchange.finalize(output, y, weights, ids, False)
-        if form.rows is not None:
+        if form.rows != "none":
             config = experts.quant_config
             again, scale = batched_moe_kernel_quantize_input(
-                y, None, HEIGHT, EXPERTS, INNER, found, form.rows, config.per_act_token_quant, config.block_shape
+                y,
+                None,
+                HEIGHT,
+                EXPERTS,
+                INNER,
+                found,
+                DTYPES[form.rows.split()[0]],
+                config.per_act_token_quant,
+                config.block_shape,
             )
             C = torch.zeros(EXPERTS, HEIGHT, 2 * INNER, dtype=a1.dtype, device=a1.device)  # noqa: N806
             invoke_moe_batched_triton_kernel(
-                *(again, stored[0], C, found, a1.dtype, scale, stored[2], None, True, False, False, CONFIG),
+                *(again, given[0], C, found, a1.dtype, scale, given[2], None, True, False, False, CONFIG),
                 *(config.per_act_token_quant, config.block_shape),
             )
             output = output + C.sum((0, 1))[:HIDDEN]
