@@ -31,7 +31,7 @@ from ep_moe.quant import QuantScheme, TensorFormat
 from ep_moe.weights import ExpertWeights
 
 if TYPE_CHECKING:
-    from ep_moe.experts.prepared import RepeatedCall
+    from ep_moe.experts.kernels import RepeatedCall
 
 Shape = tuple[int, ...]
 _ALTERNATING = "swigluoai"  # rows of w1 take turns, gate first
