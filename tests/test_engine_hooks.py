@@ -202,9 +202,9 @@ def test_a_failing_call_of_vllm_ends_its_round() -> None:
 
         kernel = types.SimpleNamespace(prepare_finalize=exchange, apply=apply)
         state = mock.Mock(_kernels={None: kernel}, _layout=mock.Mock(return_value=None))
-        state.kind.loaded.values_name = "weight"
+        state.kind.loaded.method.names = {"values": "weight"}
         given = {"x": x, "topk_ids": ids, "topk_weights": weights, "shared_experts": None, "shared_experts_input": None}
-        call = functools.partial(method.LayerMethod.apply, state, mock.Mock(), given)
+        call = functools.partial(method.LayerMethod.apply, state, mock.Mock(), **given)
         faults = {
             "rows": (module, "rows_to_send"),
             "send": (made.transport, "dispatch_send"),
@@ -224,9 +224,8 @@ def test_a_failing_call_of_vllm_ends_its_round() -> None:
         quantized = types.SimpleNamespace(quant_dtype=torch.float8_e4m3fn)
         with pytest.raises(ValueError, match="quant_dtype is torch.float8_e4m3fn, scheme 'none' sends"):
             exchange.prepare(x, weights, ids, EXPERTS, None, False, quantized)
-        given["topk_ids"] = ids[:, 0]
         with pytest.raises(ValueError, match="topk_ids"):  # and not one of what ends the round
-            call()
+            call(topk_ids=ids[:, 0])
         assert made.transport.open_slots == ()
 
 

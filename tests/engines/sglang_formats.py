@@ -95,7 +95,7 @@ def formats_are_refused() -> None:
         (gptq_of(desc_act=True), {"of": "GPTQMarlinMoEMethod"}, "desc_act.*order of w13"),
         (gptq_of(is_sym=False), {"of": "GPTQMarlinMoEMethod"}, "GPTQ weights with zero points"),
         (awq_of(zero_point=False), {"of": "AWQMoEMethod"}, "AWQ weights without zero points"),
-        (awq_of(), {"of": "AWQMoEMethod", "alpha": 1.7}, "gate and up rows in turns"),
+        (awq_of(), {"of": "AWQMoEMethod", "alpha": 1.7}, "interleaved gate and up rows"),
         (integers(sym=False), {"of": compressed}, "packed weights with zero points"),
         (integers(actorder="group"), {"of": compressed}, "actorder 'group'"),
         (rows(), {"ranks": 2}, "several expert-parallel ranks"),

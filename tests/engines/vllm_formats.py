@@ -78,7 +78,7 @@ def formats_are_refused() -> None:
     ):
         assert format_of(good, interleaved=False).scheme.name == name
     for bad, words in (
-        (packed(num_bits=2), "packed weights of 2 bits"),
+        (packed(num_bits=2), "num_bits 2"),
         (packed(actorder="group"), "actorder 'group'.*order of w13"),
         (packed(strategy="tensor"), "strategy 'tensor'"),
         (gptq_with(is_sym=False), "sym false"),
@@ -92,5 +92,5 @@ def formats_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             format_of(bad, interleaved=False)
-    with pytest.raises(ValueError, match="gate and up rows in turns"):
+    with pytest.raises(ValueError, match="interleaved gate and up rows"):
         format_of(packed(), interleaved=True)

@@ -54,7 +54,7 @@ def check_kind(kind: LayerKind, dtype: torch.dtype) -> None:
     scheme, device = kind.scheme, torch.empty(0).device
     rows_share = scheme.weight.granularity == "tensor" or scheme.weight.block[0] > 1
     if kind.loaded.interleaved and rows_share:
-        raise ValueError(f"its gate and up rows stand in turns, and share scales in scheme '{scheme.name}'")
+        raise ValueError(f"its gate and up rows are interleaved and share scales in scheme '{scheme.name}'")
     if device.type != "cuda":
         return  # CPUs do all
     if not kernels_compute(scheme):

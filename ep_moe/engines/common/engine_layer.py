@@ -17,6 +17,7 @@ from ep_moe.engines.common.layers import warm_up
 from ep_moe.engines.common.plugin import Plugin
 from ep_moe.engines.common.rows import RowShare
 from ep_moe.engines.common.transports import with_topk
+from ep_moe.group import PeerLostError
 from ep_moe.layer import ExpertParallelMoE
 from ep_moe.layer.warmup import round_kinds
 from ep_moe.transport import Transport
@@ -30,8 +31,8 @@ class EngineLayer:
         plugin: shared with the other layers. name: of the layer. sizes, kind: what it computes.
         share: which of the engine's rows this rank sends.
         process_group: the ranks, None for this rank alone. num_slots: rounds that may be open at once.
-        halves: the ways in which rounds are called, whose kernels are compiled at load: whether the halves of the
-            dispatch are called apart, and whether those of the combine are.
+        halves: the kinds of rounds whose kernels are compiled at load: whether send and receive of the dispatch are
+            separate calls, and whether those of the combine are.
     Collective at the first layer: ranks join the group of the transports.
     """
 
@@ -55,11 +56,15 @@ class EngineLayer:
         self._device = torch.empty(0).device  # engines make their models under their device
         self.group = plugin.transports.join(process_group, self._device)
 
+    def log_lost(self, error: PeerLostError) -> None:
+        """Log that a rank is lost. Local."""
+        self.plugin.log.error("ep_moe in %s: %s", self.name, error)
+
     @property
     def layouts(self) -> tuple[Layout, ...]:
         """The layouts that the layer may use: small steps use the first, others the last."""
-        given = self.plugin.config.layout
-        return (Layout.COMPACT, Layout.FLAT) if given is None else (given,)
+        chosen = self.plugin.config.layout
+        return (Layout.COMPACT, Layout.FLAT) if chosen is None else (chosen,)
 
     def moe_layers(self, parameters: Any) -> dict[Layout, ExpertParallelMoE]:
         """Take the parameters of the engine's layer; called again after each reload of weights.
@@ -68,10 +73,7 @@ class EngineLayer:
         Errors: ValueError for parameters that are not as the engine's loader leaves them.
         Collective at the first call, without a deadline: ranks read checkpoints at different speeds.
         """
-        if self.kind.loaded.order != "rows":
-            self._order.turn(parameters, self.kind.loaded)
-        if self.kind.loaded.interleaved:
-            self._order.separate(parameters, self.kind.loaded)
+        self._order.arrange(parameters, self.kind.loaded)
         if self.kind.scheme.weight.granularity == "tensor":
             share_scale(parameters)
         transport = self._transport()
@@ -112,7 +114,7 @@ class EngineLayer:
             self.plugin.loaded.add(sizes)
         shared = self.plugin.transports.get(self.process_group, self.sizes.num_experts, sizes, self._device)
         layouts = " or ".join(layout.value for layout in self.layouts)
-        self.plugin.say_once(
+        self.plugin.log_once(
             f"{sizes} {self.kind.scheme.name}",
             logging.INFO,
             f"ep_moe runs {self.name} and layers like it: {shared.group.num_ranks} ranks, scheme "
@@ -122,9 +124,9 @@ class EngineLayer:
         return shared.transport
 
     def _with_input_scales(self, parameters: Any, weights: ExpertWeights) -> ExpertWeights:
-        """Add static scales of activations, if there are: one for all experts of all ranks, the largest, since an
+        """Add static scales of activations, if any: one for all experts of all ranks, the largest, since an
         engine's load balancer moves experts without them. Collective then."""
-        if not self.kind.loaded.static:
+        if self.kind.loaded.method.input_scale is None:
             return weights
         own = [float(getattr(parameters, f"{name}_input_scale").max()) for name in ("w13", "w2")]
         first, second = (max(scales) for scales in zip(*self.group.all_gather_object(own), strict=True))

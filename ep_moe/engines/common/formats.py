@@ -6,17 +6,18 @@ Letters: L local experts, H hidden, I intermediate.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from ep_moe.config import DTYPES
+from ep_moe.engines.common.layers import gate_above_up
 from ep_moe.engines.common.packed import Order, check_order, middle, rows_first, turn, values_of, zero_points
-from ep_moe.engines.common.weights import gate_above_up
 from ep_moe.quant import QuantScheme, StoredMatrix, get_scheme
 from ep_moe.weights import ExpertWeights, PerExpert
-from ep_moe.weights.method import SCALE_NAMES, shared_scale
+from ep_moe.weights.method import SCALE_NAMES, Method, shared_scale
+from ep_moe.weights.methods import method_of
 
 ACT_ORDER = "each expert has its own order of w13's columns, and tokens have one for all"
 
@@ -26,161 +27,217 @@ class LoadedFormat:
     """How a method of an engine loads weights.
 
     Args:
-        scheme: ours for the same numbers.
-        scale_name, bias_name: of the parameters with scales and biases, behind "w13_" and "w2_".
-        static: there are scales of activations, w13_input_scale and w2_input_scale.
+        method: what they mean, and the names of their parameters.
+        bias_name: of the parameters with biases, behind "w13_" and "w2_".
         interleaved: rows of w13 are loaded as [gate 0, up 0, gate 1, ...].
-        values_name: of the parameters with the values, as `scale_name`.
-        global_name: of the parameters with a second scale of each matrix, "" if there are none.
-        order: of packed integers as they are loaded: "rows" is ours; in "columns" and "awq" values are transposed, as
-            `packed.turn` has them, and scales are [L, G, N]; `RowOrder.turn` turns them.
-        zero_name: of the parameters with zero points, as `scale_name`; without it all are the middle of the range.
-        zero_order: of the packed zero points, as `packed.zero_points` has it.
-        group_name: of parameters [L, K] with the group of each column, as `scale_name`, which must be in order; "" if
-            they need no look.
+        order: of packed integers as they are loaded: "rows" is ours; in "columns" and "awq" values and zero points are
+            transposed, as `packed` has them, and scales are [L, G, N].
+        in_order: parameters [L, K] hold the group of each column, which must be in order.
         up_first: w13 is loaded as [up; gate].
     """
 
-    scheme: QuantScheme
-    scale_name: str = ""
+    method: Method
     bias_name: str = "bias"
-    static: bool = False
     interleaved: bool = False
-    values_name: str = "weight"
-    global_name: str = ""
     order: Order = "rows"
-    zero_name: str = ""
-    zero_order: Order = "rows"
-    group_name: str = ""
+    in_order: bool = False
     up_first: bool = False
 
+    @property
+    def scheme(self) -> QuantScheme:
+        """Ours for the same numbers."""
+        return self.method.scheme
 
-def fp8_blocks(block: list[int]) -> QuantScheme:
-    """The scheme of fp8 weights with a scale per block of [rows, columns], and tokens in groups. Local."""
-    rows, columns = block
-    return get_scheme("fp8_block" if (rows, columns) == (128, 128) else f"fp8_block_{rows}x{columns}")
+    def parameter(self, layer: Any, matrix: str, part: str) -> torch.Tensor | None:
+        """The data of the parameter with a part of "w13" or "w2"; None if the format has no such part. Local."""
+        name = self.method.names.get(part)
+        return None if name is None else getattr(layer, f"{matrix}_{name}").data
 
 
-def integer_scheme(bits: int, group: int, dtype: torch.dtype, *, zero_point: bool) -> QuantScheme:
-    """The scheme of packed integers beside tokens that are not quantized.
+def configured(**config: Any) -> LoadedFormat:
+    """The format of a checkpoint with this `quantization_config`. Errors: as of `method_of`. Local."""
+    found = method_of({"quantization_config": config}, "its method")
+    assert found is not None
+    return LoadedFormat(method=found)
 
-    Args: group: columns that share a scale, 0 per channel. dtype: of the scales. zero_point: they are stored. Those of
-        symmetric integers of 8 bits are made here, so that values and scales stay as the engine has loaded them.
-    Errors: ValueError for other bits or another dtype. Local.
+
+def stored_as(scheme: str, *, values: str = ".weight", static: bool = False, **parts: str) -> LoadedFormat:
+    """A format that is not packed, by its scheme and the suffixes of its tensors. Local.
+
+    Args: static: with static scales of activations. parts: besides "scale": ".weight_scale".
     """
-    if dtype not in SCALE_NAMES:
-        raise ValueError(f"packed weights with scales in {dtype} are not read here")
-    if bits not in (4, 8):
-        raise ValueError(f"packed weights of {bits} bits are not read here")
-    name = "int4_w4a16" if bits == 4 else "int8_w8a16"
-    in_groups, zeros = f"_g{group}" if group else "", "_zp" if zero_point or bits == 8 else ""
-    return get_scheme(f"{name}{in_groups}{zeros}{SCALE_NAMES[dtype]}")
+    found = get_scheme(scheme)
+    suffixes = {"scale": ".weight_scale"} | parts if found.weight.quantized else {}
+    scale = ".input_scale" if static else None
+    return LoadedFormat(method=Method(name=scheme, scheme=found, values=values, parts=suffixes, input_scale=scale))
 
 
-def packed_integers(weights: Any, *, symmetric: bool, dtype: torch.dtype) -> QuantScheme:
-    """The scheme of compressed-tensors' `pack-quantized` weights.
+def serialized_fp8(method: Any) -> LoadedFormat:
+    """The format of a method of an engine that reads quant_method "fp8". Local."""
+    blocks = method.weight_block_size if method.block_quant else None
+    activations = method.quant_config.activation_scheme
+    return configured(quant_method="fp8", weight_block_size=blocks, activation_scheme=activations)
+
+
+def compressed_fp8(method: Any) -> LoadedFormat:
+    """The format of an engine's method for fp8 of compressed-tensors: in blocks, or per tensor or channel. Local."""
+    if method.block_quant:
+        rows, columns = method.weight_block_size
+        return stored_as(f"fp8_block_{rows}x{columns}")
+    scheme = "fp8_tensor" if method.weight_quant.strategy == "tensor" else "fp8_token"
+    return stored_as(scheme, static=method.static_input_scales)
+
+
+def nvfp4(*, tokens: bool, compressed: bool = False) -> LoadedFormat:
+    """NVFP4 of modelopt, or of compressed-tensors, whose second scale divides. Local.
+
+    Args: tokens: these are in NVFP4 too.
+    """
+    name = "nvfp4" if tokens else "nvfp4_w4a16"
+    if compressed:
+        return stored_as(f"{name}_divisor", values=".weight_packed", global_scale=".weight_global_scale")
+    return stored_as(name, global_scale=".weight_scale_2")
+
+
+def compressed_integers(weights: Any, *, symmetric: bool, dtype: torch.dtype, order: Order) -> LoadedFormat:
+    """compressed-tensors' `pack-quantized` weights.
 
     Args: weights: has num_bits, strategy, group_size and actorder. dtype: of the scales.
     Errors: ValueError for weights that are not integers of 4 or 8 bits in the order of their groups. Local.
     """
-    strategy, order = (getattr(found, "value", found) for found in (weights.strategy, weights.actorder))
-    if order not in (None, "weight", "static"):
-        raise ValueError(f"packed weights with actorder '{order}' are not read here: {ACT_ORDER}")
-    if strategy not in ("channel", "group"):
-        raise ValueError(f"packed weights of strategy '{strategy}' are not read here")
-    group = weights.group_size if strategy == "group" else 0
-    return integer_scheme(weights.num_bits, group, dtype, zero_point=not symmetric)
+    strategy, actorder = (getattr(found, "value", found) for found in (weights.strategy, weights.actorder))
+    if actorder not in (None, "weight", "static"):
+        raise ValueError(f"packed weights with actorder '{actorder}' are not read here: {ACT_ORDER}")
+    arguments = {"num_bits": weights.num_bits, "type": "int", "strategy": strategy, "group_size": weights.group_size}
+    group = {"weights": arguments | {"symmetric": symmetric}, "format": "pack-quantized"}
+    return _integers(configured(quant_method="compressed-tensors", config_groups={"experts": group}), dtype, order)
 
 
-def gptq_group(desc_act: bool, group: int, settings: Mapping[str, Any]) -> str:
-    """The `group_name` of GPTQ's weights in groups of a size, -1 per channel.
+def gptq(config: Any, dtype: torch.dtype) -> LoadedFormat:
+    """Symmetric GPTQ.
 
-    Args: settings: quantization_config of the checkpoint.
-    Errors: ValueError for act-order, but that of static groups, whose columns stay in the order of their groups. Local.
+    Args: config: of the engine: has weight_bits, group_size, desc_act, and the checkpoint's as full_config.
+    Errors: ValueError for act-order, except in static groups, whose columns stay in the order of their groups. Local.
     """
-    if not desc_act or group == -1:
-        return ""
-    if not settings.get("static_groups", False):
+    size, ordered = config.group_size, config.desc_act and config.group_size != -1
+    if ordered and not config.full_config.get("static_groups", False):
         raise ValueError(f"GPTQ weights with desc_act, without static_groups, are not read here: {ACT_ORDER}")
-    return "g_idx"
+    found = configured(quant_method="gptq", bits=config.weight_bits, group_size=size, sym=True)
+    return _integers(found, dtype, "columns", in_order=ordered)
+
+
+def awq(config: Any, dtype: torch.dtype) -> LoadedFormat:
+    """AWQ with zero points, of an engine's config with weight_bits, group_size and zero_point. Local."""
+    if not config.zero_point:
+        raise ValueError("AWQ weights without zero points are not read here")
+    found = configured(quant_method="awq", bits=config.weight_bits, group_size=config.group_size)
+    return _integers(found, dtype, "awq")
+
+
+def wna16(config: Any, group: int, dtype: torch.dtype) -> LoadedFormat:
+    """GPTQ and AWQ of --quantization moe_wna16, which engines turn to rows while they load them. Local."""
+    found = configured(quant_method="gptq", bits=config.weight_bits, group_size=group, sym=not config.has_zp)
+    return _integers(found, dtype, "rows")
+
+
+def _integers(loaded: LoadedFormat, dtype: torch.dtype, order: Order, *, in_order: bool = False) -> LoadedFormat:
+    """Packed integers with scales of this dtype.
+
+    Those of 8 bits get zero points, made here if they are symmetric, so that values stay as the engine has loaded them.
+    """
+    if dtype not in SCALE_NAMES:
+        raise ValueError(f"packed weights with scales in {dtype} are not read here")
+    method = loaded.method
+    if method.stored.family != "integer":
+        method = dataclasses.replace(method, scheme=get_scheme(f"{method.scheme.name}_zp"))
+    return dataclasses.replace(loaded, method=method.for_scale(dtype), order=order, in_order=in_order)
+
+
+Reader = Callable[..., LoadedFormat]
+
+
+def format_by(readers: Mapping[str, LoadedFormat | Reader], holder: Any, *arguments: Any) -> LoadedFormat:
+    """The format of a class by its name: a constant, or what a function of the arguments returns.
+
+    Errors: ValueError for a class that is not listed, and as of the function. Local.
+    """
+    name = type(holder).__name__
+    if name not in readers:
+        raise ValueError(f"weights of {name} are not read here")
+    found = readers[name]
+    return found if isinstance(found, LoadedFormat) else found(*arguments)
 
 
 def weights_of(layer: Any, loaded: LoadedFormat) -> ExpertWeights:
     """The parameters of a layer, as views; but zero points are unpacked. Local.
 
-    Args: layer: after `share_scale` if its scales are per tensor, and after `RowOrder.turn`. Static scales of
+    Args: layer: after `share_scale` if its scales are per tensor, and after `RowOrder.arrange`. Static scales of
         activations are left out.
     Errors: ValueError for parameters that are not as the engine's loader leaves them.
     """
     scheme = loaded.scheme
-    names = [f"{matrix}_{loaded.values_name}" for matrix in ("w13", "w2")]
-    w13, w2 = (getattr(layer, name).data for name in names)
-    if scheme.weight.family == "integer":  # the first in the lowest bits: the same bytes as ours
-        w13, w2 = values_of(w13, loaded.order), values_of(w2, loaded.order)
-    for name, tensor in zip(names, (w13, w2), strict=True):
-        expected = scheme.weight.dtype or tensor.dtype
-        if tensor.dim() != 3 or tensor.dtype != expected or not tensor.is_contiguous():
+    matrices, constants = dict[str, StoredMatrix](), dict[str, torch.Tensor]()
+    for field in ("w13", "w2"):
+        name, values = f"{field}_{loaded.method.names['values']}", loaded.parameter(layer, field, "values")
+        assert values is not None
+        if scheme.weight.family == "integer":  # the first in the lowest bits: the same bytes as ours
+            values = values_of(values, loaded.order)
+        expected = scheme.weight.dtype or values.dtype
+        if values.dim() != 3 or values.dtype != expected or not values.is_contiguous():
             raise ValueError(
-                f"{name} is {tuple(tensor.shape)} {tensor.dtype} with strides {tensor.stride()}, expected are 3 "
+                f"{name} is {tuple(values.shape)} {values.dtype} with strides {values.stride()}, expected are 3 "
                 f"dimensions of {expected}, contiguous"
             )
-    if not scheme.weight.quantized and w13.dtype not in DTYPES.values():
-        raise ValueError(f"{names[0]} is {w13.dtype}, not one of {', '.join(DTYPES)}")
+        if not scheme.weight.quantized and values.dtype not in DTYPES.values():
+            raise ValueError(f"{name} is {values.dtype}, not one of {', '.join(DTYPES)}")
+        shared = loaded.parameter(layer, field, "global_scale")
+        if shared is not None and shared.dim() > 1 and shared.shape[1] > 1:  # of the gate and the up half
+            shared, constants = shared_scale(shared, scheme.weight)
+        scale = _scale(layer, field, loaded)
+        zero = None if scale is None else _zero_points(layer, field, loaded, scale)
+        matrices[field] = StoredMatrix(values, scale=scale, zero=zero, global_scale=shared)
     return ExpertWeights(
-        w13=_matrix(layer, "w13", w13, loaded),
-        w2=_matrix(layer, "w2", w2, loaded),
+        w13=matrices["w13"],
+        w2=matrices["w2"],
         scheme=scheme,
         w13_bias=_bias(layer, "w13", loaded),
         w2_bias=_bias(layer, "w2", loaded),
-        per_expert=PerExpert(**_global_scale(layer, "w13", loaded)[1]),
+        per_expert=PerExpert(**constants),
         up_first=loaded.up_first,
     )
 
 
-def _matrix(layer: Any, name: str, values: torch.Tensor, loaded: LoadedFormat) -> StoredMatrix:
-    """The values of a matrix with their other parts. Errors: as of `check_order`."""
-    stored, scale, zero = loaded.scheme.weight, _scale(layer, name, loaded), None
-    if loaded.group_name:
-        assert scale is not None
-        check_order(layer, name, loaded.group_name, scale.shape[-1])
-    if stored.zero_point and loaded.zero_name:
-        zero = zero_points(layer, name, loaded.zero_name, stored, loaded.zero_order)
-    elif stored.zero_point:
-        assert scale is not None
-        zero = middle(scale, stored)
-    return StoredMatrix(values, scale=scale, zero=zero, global_scale=_global_scale(layer, name, loaded)[0])
+def _zero_points(layer: Any, field: str, loaded: LoadedFormat, scale: torch.Tensor) -> torch.Tensor | None:
+    """The zero points of a matrix. Errors: as of `check_order`."""
+    method = loaded.method
+    if loaded.in_order:
+        assert method.order is not None
+        check_order(layer, f"{field}_{method.order[1:]}", scale.shape[-1])
+    if not method.stored.zero_point:
+        return None
+    if "zero" not in method.parts or method.middle_zero:
+        return middle(scale, method.stored)
+    return zero_points(layer, field, method.names["zero"], method.stored, loaded.order)
 
 
-def _bias(layer: Any, name: str, loaded: LoadedFormat) -> torch.Tensor | None:
-    bias = getattr(layer, f"{name}_{loaded.bias_name}", None)
+def _bias(layer: Any, field: str, loaded: LoadedFormat) -> torch.Tensor | None:
+    bias = getattr(layer, f"{field}_{loaded.bias_name}", None)
     return None if bias is None else bias.data
 
 
-def _scale(layer: Any, name: str, loaded: LoadedFormat) -> torch.Tensor | None:
+def _scale(layer: Any, field: str, loaded: LoadedFormat) -> torch.Tensor | None:
     """The scales of a matrix as `StoredMatrix` has them: [L] per tensor, [L, N] per channel, or in groups or blocks; a
     view."""
-    if not loaded.scale_name:
+    scale, kind = loaded.parameter(layer, field, "scale"), loaded.scheme.weight
+    if scale is None:
         return None
-    scale: torch.Tensor = getattr(layer, f"{name}_{loaded.scale_name}").data
-    stored = loaded.scheme.weight
     if loaded.order != "rows":
         scale = rows_first(scale)
-    if stored.scale_dtype.itemsize == 1:
-        scale = scale.view(stored.scale_dtype)
-    if stored.granularity == "tensor":
+    if kind.scale_dtype.itemsize == 1:
+        scale = scale.view(kind.scale_dtype)
+    if kind.granularity == "tensor":
         return scale[:, 0] if scale.dim() == 2 else scale
-    return scale.squeeze(-1) if stored.granularity == "channel" else scale
-
-
-def _global_scale(layer: Any, name: str, loaded: LoadedFormat) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
-    """The second scale of each matrix [L], a view; engines have one for each half of w13, [L, 2]. Host sync.
-
-    Returns: as of `shared_scale`: constants if the halves have different ones, which are copies.
-    """
-    if not loaded.global_name:
-        return None, {}
-    scale: torch.Tensor = getattr(layer, f"{name}_{loaded.global_name}").data
-    return shared_scale(scale, loaded.scheme.weight) if scale.dim() > 1 and scale.shape[1] > 1 else (scale, {})
+    return scale.squeeze(-1) if kind.granularity == "channel" else scale
 
 
 def share_scale(layer: Any) -> None:
@@ -199,48 +256,39 @@ def share_scale(layer: Any) -> None:
     scale.copy_(largest.unsqueeze(1).expand_as(scale))
 
 
-@dataclasses.dataclass(slots=True)
 class RowOrder:
-    """The order of the rows of w13, in parameters that an engine loads as [gate 0, up 0, gate 1, ...].
+    """Turns parameters to rows in the order [gate; up], in place and only once after each load of weights.
 
-    Args:
-        separated: the first column of w13 as `separate` has left it, [L, 2I]; None before the first call.
-        turned: the first elements of each expert's w13 as `turn` has left it; None before the first call.
+    Engines process weights again after a reload, which writes the checkpoint's order, and after a sleep, which may
+    write nothing. So the first elements of w13 are kept as `arrange` has left them, and compared.
     """
 
-    separated: torch.Tensor | None = None
-    turned: torch.Tensor | None = None
+    def __init__(self) -> None:
+        self._left: torch.Tensor | None = None
 
-    def turn(self, layer: Any, loaded: LoadedFormat) -> None:
-        """Turn values and scales to rows in place, by `packed.turn`, unless they are as this has left them.
+    def arrange(self, layer: Any, loaded: LoadedFormat) -> None:
+        """Turn packed values and scales, or interleaved rows of w13 and its scales and biases, to our order.
 
-        Parameters keep their storage and their shape, in which an engine's load balancer moves whole experts. Reloads
-        and sleeps: as in `separate`. Local, host sync.
+        Parameters keep their storage and shape, in which an engine's load balancer moves whole experts. One expert at a
+        time is copied: a copy of all would double the memory. Local, host sync.
         """
-        first = getattr(layer, f"w13_{loaded.values_name}").data
-        if self.turned is not None and torch.equal(self.turned, first[:, 0]):
+        turned = loaded.order != "rows"
+        if not turned and not loaded.interleaved:
             return
-        for matrix in ("w13", "w2"):
-            values, scales = (
-                getattr(layer, f"{matrix}_{part}").data for part in (loaded.values_name, loaded.scale_name)
-            )
-            for expert, scale in zip(values, scales, strict=True):  # one at a time: all would double the memory
-                turn(expert, scale, loaded.order)
-        self.turned = first[:, 0].clone()
-
-    def separate(self, layer: Any, loaded: LoadedFormat) -> None:
-        """Reorder w13, its scales and its bias to [gate; up] in place, unless they are as this has left them.
-
-        Engines process weights again after a reload, which writes the checkpoint's order, and after a sleep, which may
-        write nothing. Local, host sync.
-        """
-        w13 = layer.w13_weight.data
-        if self.separated is not None and torch.equal(self.separated, w13[:, :, 0]):
+        w13 = loaded.parameter(layer, "w13", "values")
+        assert w13 is not None
+        first = w13[:, 0] if turned else w13[:, :, 0]
+        if self._left is not None and torch.equal(self._left, first):
             return
-        scale = getattr(layer, f"w13_{loaded.scale_name}").data if loaded.scale_name else None
-        found: list[torch.Tensor | None] = [w13, scale, _bias(layer, "w13", loaded)]
-        for tensor in found:
-            experts = () if tensor is None else tensor.split(1)  # one at a time: a copy of all would double the memory
-            for expert in experts:
-                expert.copy_(gate_above_up(expert))
-        self.separated = w13[:, :, 0].clone()
+        if turned:
+            for field in ("w13", "w2"):
+                values, scales = (loaded.parameter(layer, field, part) for part in ("values", "scale"))
+                assert values is not None
+                assert scales is not None
+                for expert, scale in zip(values, scales, strict=True):
+                    turn(expert, scale, loaded.order)
+        else:
+            for tensor in (w13, loaded.parameter(layer, "w13", "scale"), _bias(layer, "w13", loaded)):
+                for expert in () if tensor is None else tensor.split(1):
+                    expert.copy_(gate_above_up(expert))
+        self._left = first.clone()

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import inspect
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,20 @@ class Hook:
     module: str
     path: str
     parameters: tuple[str, ...] = ()
+
+
+def hooks_of(text: str) -> tuple[Hook, ...]:
+    """The hooks of a text: the name of each module with ":", then its attributes, with parameters in parentheses.
+
+    Example: "json: dumps(obj, skipkeys) JSONEncoder.encode". Local.
+    """
+    found, module = [], ""
+    for name, rest, parameters in re.findall(r"([\w.]+)(:|\(([^)]*)\))?", text):
+        if rest == ":":
+            module = name
+        else:
+            found.append(Hook(module=module, path=name, parameters=tuple(re.findall(r"\w+", parameters))))
+    return tuple(found)
 
 
 def check_version(engine: str, version: str, tested: Sequence[str], log: logging.Logger) -> None:

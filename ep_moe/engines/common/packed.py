@@ -71,14 +71,13 @@ def middle(scale: torch.Tensor, stored: TensorFormat) -> torch.Tensor:
     return torch.full_like(scale, 2 ** (_BITS // stored.packed - 1), dtype=torch.uint8)
 
 
-def check_order(layer: Any, matrix: str, name: str, num_groups: int) -> None:
-    """Raise ValueError if columns [L, K] of a weight lie in another order than their groups. Local, host sync."""
-    groups: torch.Tensor = getattr(layer, f"{matrix}_{name}").data
+def check_order(layer: Any, name: str, num_groups: int) -> None:
+    """Raise ValueError if the columns [L, K] of a weight are in another order than their groups. Local, host sync."""
+    groups: torch.Tensor = getattr(layer, name).data
     width = groups.shape[1] // num_groups
     expected = torch.arange(groups.shape[1], device=groups.device) // width
     different = int((groups != expected).any(1).sum())
     if different:
         raise ValueError(
-            f"{matrix}_{name} of {different} experts has columns in another order than their groups of {width}, which "
-            "is act-order"
+            f"{name} of {different} experts has columns in another order than their groups of {width}: act-order"
         )

@@ -1,12 +1,17 @@
-"""What all layers that a plug-in runs in one process share."""
+"""A plug-in in one process of an engine: what its layers share, and how methods of the engine's layers become ours."""
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from typing import Any
 
-from ep_moe.config import TransportConfig
+from ep_moe.config import GroupConfig, TransportConfig
+from ep_moe.engines.common.hooks import Hook, check_hooks, check_version
 from ep_moe.engines.common.transports import SharedTransports
 from ep_moe.environment import PluginConfig
+
+ADOPTED = "ep_moe_adopted"  # of the class of a method that computes here
+ATTRIBUTE = "ep_moe"  # of such a method: its layer's `EngineLayer`
 
 
 @dataclasses.dataclass(eq=False)
@@ -14,8 +19,8 @@ class Plugin:
     """What all layers of a process share.
 
     Attributes:
-        engine: its name. config: the options. transports: those of the layers. log: where lines are said.
-        said: lines that were said once. warm: kinds of layers whose kernels are compiled.
+        engine: its name. config: the options. transports: those of the layers. log: of the engine.
+        logged: keys of lines that are logged once. warm: kinds of layers whose kernels are compiled.
         loaded: sizes of the transports that ranks have waited for.
     """
 
@@ -23,19 +28,48 @@ class Plugin:
     config: PluginConfig
     transports: SharedTransports
     log: logging.Logger
-    said: set[str] = dataclasses.field(default_factory=set)
+    logged: set[str] = dataclasses.field(default_factory=set)
     warm: set[Any] = dataclasses.field(default_factory=set)
     loaded: set[TransportConfig] = dataclasses.field(default_factory=set)
 
-    def say_once(self, key: str, level: int, line: str) -> None:
+    @classmethod
+    def create(
+        cls,
+        engine: str,
+        version: str,
+        tested: Sequence[str],
+        hooks: Sequence[Hook],
+        config: PluginConfig,
+        log: logging.Logger,
+    ) -> "Plugin":
+        """Check the engine, and make the plug-in of this process. Errors: RuntimeError as of `check_hooks`. Local."""
+        check_version(engine, version, tested, log)
+        check_hooks(engine, version, tested, hooks)
+        transports = SharedTransports(config.transport, GroupConfig(timeout_secs=config.timeout_secs))
+        return cls(engine=engine, config=config, transports=transports, log=log)
+
+    def log_once(self, key: str, level: int, line: str) -> None:
         """Log a line unless one with the same key was logged before. Local."""
-        if key not in self.said:
-            self.said.add(key)
+        if key not in self.logged:
+            self.logged.add(key)
             self.log.log(level, "%s", line)
 
     def refuse(self, layer_name: str, why: ValueError) -> None:
-        """Say once for each reason that a layer stays on the engine's path. Errors: ValueError if strict. Local."""
+        """Log once for each reason that a layer stays on the engine's path. Errors: ValueError if strict. Local."""
         line = f"ep_moe does not run {layer_name} and layers like it, {self.engine} does: {why}"
         if self.config.strict:
             raise ValueError(f"{line} (EP_MOE_STRICT=1)") from why
-        self.say_once(str(why), logging.WARNING, line)
+        self.log_once(str(why), logging.WARNING, line)
+
+
+def adopt(method: Any, state: Any, **overrides: Any) -> None:
+    """Make a method of an engine compute here: its class becomes a subclass with the same name. Local.
+
+    A subclass and not a wrapper: engines ask for a method's class, its name and its attributes while they load weights.
+
+    Args: state: its `EngineLayer`. overrides: functions and attributes of the subclass.
+    """
+    theirs = type(method)
+    names = {name: getattr(theirs, name) for name in ("__module__", "__qualname__", "__doc__")}
+    method.__class__ = type(theirs.__name__, (theirs,), names | {ADOPTED: True} | overrides)
+    object.__setattr__(method, ATTRIBUTE, state)

@@ -1,14 +1,19 @@
-"""Which of an engine's rows a rank sends, and how they travel.
+"""Which of an engine's rows a rank sends, and the round in which it sends them.
 
 Letters: T rows on this rank, H hidden, K top-k.
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from ep_moe.config import Layout
+from ep_moe.group import PeerLostError
 from ep_moe.quant import Quantized, QuantScheme, quantize
 from ep_moe.routing import Routing, apply_weights_to_input
+from ep_moe.transport import Dispatched, Transport
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,10 +73,52 @@ def rows_to_send(
     return rows, routing
 
 
+def send_rows(
+    transport: Transport,
+    rows: Callable[[], tuple[torch.Tensor | Quantized, Routing]],
+    *,
+    num_topk: int,
+    layout: Layout,
+    slot: int,
+    halves: bool,
+    **options: Any,
+) -> Dispatched | None:
+    """Begin a round with this rank's rows, or end it for all ranks if this one fails.
+
+    Args:
+        rows: makes them. num_topk: K. halves: receive later, with `dispatch_recv`.
+        options: more of `Transport.dispatch_send`; the same on all ranks, also on one that fails.
+    Returns: what arrives, None if it is received later.
+    Errors: a ValueError of `rows` and those of `Transport.dispatch_send` are errors on all ranks. After any other
+    failure of this rank the other ranks get NaN for its part. Collective.
+    """
+    begun = transport.num_rounds
+    try:
+        try:
+            x, routing = rows()
+        except ValueError as error:
+            transport.refuse(error, slot=slot)
+        send = transport.dispatch_send if halves else transport.dispatch
+        return send(x, routing, layout=layout, slot=slot, **options)
+    except PeerLostError:
+        raise
+    except Exception:
+        end_round(transport, slot)  # perhaps an earlier one, which a failure in the engine's code left open
+        if transport.num_rounds == begun:
+            transport.sit_out(num_topk=num_topk, slot=slot, **options)
+        raise
+
+
+def end_round(transport: Transport, slot: int) -> None:
+    """End the round of a slot, if one is open, after a failure of this rank: the other ranks get NaN for its part."""
+    if slot in transport.open_slots:
+        transport.abandon(slot=slot)
+
+
 def whole_output(share: RowShare, own: torch.Tensor | None, output: torch.Tensor) -> None:
     """Complete the rows of an output [T, H] that ranks with equal rows will sum: others' rows become zero.
 
-    Args: own: [own rows, H], copied into this rank's rows; None if they are there already. Local.
+    Args: own: [own rows, H], copied into this rank's rows; None if they are in place already. Local.
     """
     kept = share.own(output.shape[0])
     if own is not None:

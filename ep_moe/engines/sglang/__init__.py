@@ -2,8 +2,7 @@
 
     EP_MOE_SGLANG=1 python -m sglang.launch_server --model-path MODEL --tp-size 2 --ep-size 2
 
-docs/engines/sglang.md says what works. Nothing here has run on a GPU yet. Only `register` is called from outside; the
-other modules import SGLang.
+docs/engines/sglang.md says what works. Only `register` is called from outside; the other modules import SGLang.
 Letters: T rows on this rank, H hidden, I intermediate, K top-k, E physical experts, L local experts, R ranks.
 """
 

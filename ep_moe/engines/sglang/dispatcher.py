@@ -3,6 +3,7 @@
 Letters: T rows on this rank, H hidden, K top-k, R ranks.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from sglang.srt.layers.moe.token_dispatcher.deepep import DeepEPPDispatchHooks
 from sglang.srt.layers.moe.topk import TopKOutputChecker
 from sglang.srt.runtime_context import get_exec
 
-from ep_moe.engines.common.rows import rows_to_send, whole_output
+from ep_moe.engines.common.rows import end_round, rows_to_send, send_rows, whole_output
 from ep_moe.engines.sglang.method import LayerMethod
 from ep_moe.engines.sglang.step import bound, without_padding
 from ep_moe.group import PeerLostError
@@ -52,11 +53,28 @@ class EpMoeDispatchOutput(NamedTuple):
         return EpMoeCombineInput(self.state.experts(self.made, self.dispatched), self.dispatched)
 
 
-class _Round(NamedTuple):
-    """A round that is open on a slot."""
+@dataclasses.dataclass(slots=True)
+class _Round:
+    """A round on a slot. In its context, an error of this rank ends it, and the other ranks get NaN for its part."""
 
+    state: LayerMethod
     made: ExpertParallelMoE
     num_rows: int  # T, before ranks with equal rows share them
+    slot: int
+    returning: Dispatched | None = None  # after `combine_send`
+
+    def __enter__(self) -> "_Round":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Log a lost rank; after any other failure end the round of the slot. Collective then."""
+        if not isinstance(error, Exception):
+            return
+        self.returning = None  # frees its batch
+        if isinstance(error, PeerLostError):
+            self.state.log_lost(error)
+        else:
+            end_round(self.made.transport, self.slot)
 
 
 class EpMoeDispatcher(BaseDispatcher):
@@ -72,7 +90,6 @@ class EpMoeDispatcher(BaseDispatcher):
         super().__init__()
         self._state = state
         self._rounds: dict[int, _Round] = {}
-        self._returning: dict[int, Dispatched] = {}
         self._between = DeepEPPDispatchHooks()
 
     def register_deepep_dispatch_hook(self, hook: Callable[[BaseDispatcher], None]) -> list[Any]:
@@ -83,13 +100,11 @@ class EpMoeDispatcher(BaseDispatcher):
         """`dispatch_a`, the registered hooks, and `dispatch_b`; without hooks in one launch. Collective."""
         if self._between.hook_dict:
             self.dispatch_a(hidden_states, topk_output)
-            try:
+            with self._rounds[0]:
                 self._between(self)
-            except Exception as error:
-                self._fail(0, error)
-                raise
             return self.dispatch_b()
-        return self._output(0, self._begin(hidden_states, topk_output, 0, apart=False))
+        dispatched = self._begin(hidden_states, topk_output, 0, halves=False)
+        return self._output(self._rounds[0], dispatched)
 
     def combine(self, combine_input: EpMoeCombineInput) -> torch.Tensor:
         """`combine_a` and `combine_b` in one launch. Collective."""
@@ -100,74 +115,52 @@ class EpMoeDispatcher(BaseDispatcher):
 
         Args:
             hidden_states: [T, H] in the transport's dtype. topk_output: standard, with physical ids [T, K], -1 none.
-            tbo_subbatch_index: of two batches that run in turns.
+            tbo_subbatch_index: of two batches that alternate.
         Errors: those of `Transport.dispatch_send`, on all ranks. Any other failure of this rank is raised here; the
         other ranks get NaN for its part. Collective.
         """
-        self._begin(hidden_states, topk_output, tbo_subbatch_index or 0, apart=True)
+        self._begin(hidden_states, topk_output, tbo_subbatch_index or 0, halves=True)
 
-    def _begin(self, hidden_states: torch.Tensor, topk_output: Any, slot: int, *, apart: bool) -> Dispatched | None:
-        """Send this rank's rows; returns what arrives, None if it is received apart. Collective."""
-        state = self._state
+    def _begin(self, hidden_states: torch.Tensor, topk_output: Any, slot: int, *, halves: bool) -> Dispatched | None:
+        """Send this rank's rows; returns what arrives, None if it is received later. Collective."""
+        state, num_rows = self._state, hidden_states.shape[0]
         made = state.of_step()
-        transport, begun = made.transport, made.transport.num_rounds
-        # the bound of the round is the same on all ranks, also on one that fails
-        options: dict[str, Any] = {
-            "scheme": made.scheme,
-            "slot": slot,
-            "max_num_tokens": bound(hidden_states.shape[0], state.share, transport),
-            "layer": made.tag,
-        }
-        try:
-            x, routing = self._rows(made, hidden_states, topk_output)
-        except ValueError as error:
-            transport.refuse(error, slot=slot)
-        except Exception:
-            transport.sit_out(num_topk=state.sizes.num_topk, **options)
-            raise
-        self._rounds[slot] = _Round(made, hidden_states.shape[0])
-        try:
-            call = transport.dispatch_send if apart else transport.dispatch
-            dispatched = call(x, routing, layout=made.config.layout, **options)
-        except Exception as error:
-            self._fail(slot, error)
-            if transport.num_rounds == begun and not isinstance(error, PeerLostError):
-                transport.sit_out(num_topk=state.sizes.num_topk, **options)
-            raise
-        return dispatched
+        opened = self._rounds[slot] = _Round(state, made, num_rows, slot)
+        with opened:
+            return send_rows(
+                made.transport,
+                lambda: self._rows(made, hidden_states, topk_output),
+                num_topk=state.sizes.num_topk,
+                layout=made.config.layout,
+                slot=slot,
+                halves=halves,
+                scheme=made.scheme,
+                max_num_tokens=bound(num_rows, state.share, made.transport),
+                layer=made.tag,
+            )
 
     def dispatch_b(self, tbo_subbatch_index: int | None = None) -> EpMoeDispatchOutput:
         """Lay out what arrives for the experts. Collective."""
         slot = tbo_subbatch_index or 0
-        try:
-            dispatched = self._rounds[slot].made.transport.dispatch_recv(slot=slot)
-        except Exception as error:
-            self._fail(slot, error)
-            raise
-        return self._output(slot, dispatched)
+        with self._rounds[slot] as opened:
+            dispatched = opened.made.transport.dispatch_recv(slot=slot)
+        return self._output(opened, dispatched)
 
-    def _output(self, slot: int, dispatched: Dispatched | None) -> EpMoeDispatchOutput:
+    def _output(self, opened: _Round, dispatched: Dispatched | None) -> EpMoeDispatchOutput:
         """What the experts get."""
         assert dispatched is not None
-        batch, made = dispatched.batch, self._rounds[slot].made
+        batch = dispatched.batch
         if not self._state.equal_rows:
-            try:
+            with opened:
                 self._record(batch.expert_num_tokens)
-            except Exception as error:
-                self._fail(slot, error)
-                raise
-        return EpMoeDispatchOutput(batch.x, batch.scale, dispatched, self._state, made)
+        return EpMoeDispatchOutput(batch.x, batch.scale, dispatched, self._state, opened.made)
 
     def combine_a(self, combine_input: EpMoeCombineInput, tbo_subbatch_index: int | None = None) -> None:
         """Weight, sum and send the experts' output. Collective."""
-        slot = tbo_subbatch_index or 0
         y, dispatched = combine_input
-        try:
-            self._rounds[slot].made.transport.combine_send(y, dispatched)
-        except Exception as error:
-            self._fail(slot, error)
-            raise
-        self._returning[slot] = dispatched
+        with self._rounds[tbo_subbatch_index or 0] as opened:
+            opened.made.transport.combine_send(y, dispatched)
+        opened.returning = dispatched
 
     def combine_b(self, tbo_subbatch_index: int | None = None) -> torch.Tensor:
         """Receive the results of this rank's rows. Returns: [T, H]. Collective."""
@@ -175,18 +168,17 @@ class EpMoeDispatcher(BaseDispatcher):
 
     def _results(self, slot: int, returned: EpMoeCombineInput | None) -> torch.Tensor:
         """The results of this rank's rows, [T, H]; `returned`: the experts' output, None if it has been sent."""
-        share, (made, num_rows) = self._state.share, self._rounds[slot]
-        config = made.transport.config
-        try:
-            output = torch.empty(num_rows, config.hidden, dtype=config.dtype, device=made.transport.device)
+        share, opened = self._state.share, self._rounds[slot]
+        transport, num_rows = opened.made.transport, opened.num_rows
+        config = transport.config
+        with opened:
+            output = torch.empty(num_rows, config.hidden, dtype=config.dtype, device=transport.device)
             own = output[share.own(num_rows)]
             if returned is None:
-                made.transport.combine_recv(self._returning.pop(slot), out=own)
+                dispatched, opened.returning = opened.returning, None
+                transport.combine_recv(dispatched, out=own)
             else:
-                made.transport.combine(returned.hidden_states, returned.dispatched, out=own)
-        except Exception as error:
-            self._fail(slot, error)
-            raise
+                transport.combine(returned.hidden_states, returned.dispatched, out=own)
         whole_output(share, None, output)
         return output
 
@@ -219,14 +211,3 @@ class EpMoeDispatcher(BaseDispatcher):
                 ("num_tokens_per_rank", "num_tokens_per_rdma_rank", "num_tokens_per_expert")
             )
             recorder.on_deepep_dispatch_normal(counts.tolist(), **nothing)
-
-    def _fail(self, slot: int, error: Exception) -> None:
-        """Log a lost rank; after any other failure end the round of the slot. The other ranks get NaN for its part.
-
-        It may be an earlier round, which a failure in the engine's own code left open. Collective.
-        """
-        self._returning.pop(slot, None)  # frees its batch
-        if isinstance(error, PeerLostError):
-            self._state.plugin.log.error("ep_moe in %s: %s", self._state.name, error)
-        else:
-            self._rounds[slot].made.transport.abandon(slot=slot)

@@ -13,15 +13,14 @@ from sglang.srt.layers.moe.utils import get_moe_a2a_backend, is_tbo_enabled
 from ep_moe.config import Layout
 from ep_moe.engines.common.eligibility import LayerKind, LayerSizes
 from ep_moe.engines.common.engine_layer import EngineLayer
-from ep_moe.engines.common.plugin import Plugin
+from ep_moe.engines.common.plugin import ATTRIBUTE, Plugin, adopt
 from ep_moe.engines.common.rows import RowShare
 from ep_moe.engines.sglang.step import layout_of, most_tokens
 from ep_moe.layer import ExpertParallelMoE
 from ep_moe.transport import Dispatched
 
-ATTRIBUTE = "ep_moe"  # of a method: its `LayerMethod`
 _HALVES_OF_HOOKS = ((True, False),)  # with a2a "deepep" hooks may run between the halves of a dispatch
-_HALVES_OF_TWO = ((True, True),)  # batches in turns
+_HALVES_OF_TWO = ((True, True),)  # two batches that alternate
 
 
 class LayerMethod(EngineLayer):
@@ -71,10 +70,11 @@ class LayerMethod(EngineLayer):
     def load(self, layer: Any) -> None:
         """Take the layer's parameters; called again after each reload of weights. Collective at the first call.
 
-        Some models say only after the layer's constructor that gate and up rows of modelopt's NVFP4 stand in turns.
+        Some models set only after the layer's constructor that gate and up rows of modelopt's NVFP4 are interleaved.
         """
         loaded = self.kind.loaded
-        if getattr(layer, "inference_moe_w13_interleaved", False) and loaded.global_name and not loaded.interleaved:
+        interleaved = getattr(layer, "inference_moe_w13_interleaved", False)
+        if interleaved and "global_scale" in loaded.method.parts and not loaded.interleaved:
             self.kind = dataclasses.replace(self.kind, loaded=dataclasses.replace(loaded, interleaved=True))
         self._made = self.moe_layers(layer)
 
@@ -93,23 +93,15 @@ class LayerMethod(EngineLayer):
             raise
 
 
-def adopt(method: Any, state: LayerMethod) -> None:
-    """Let a method of SGLang compute here: its class becomes a subclass with the same name. Local.
-
-    A subclass and not a wrapper: SGLang asks for a method's class, its name and attributes while it loads weights.
-    """
-    theirs = type(method)
-    namespace = {
-        "__module__": theirs.__module__,
-        "__qualname__": theirs.__qualname__,
-        "__doc__": theirs.__doc__,
-        "ep_moe_adopted": True,
-        "process_weights_after_loading": _process_weights_after_loading,
-        "restore_weights_before_loading": _keep_weights,
-        "apply": _apply,
-    }
-    method.__class__ = type(theirs.__name__, (theirs,), namespace)
-    object.__setattr__(method, ATTRIBUTE, state)
+def compute_here(method: Any, state: LayerMethod) -> None:
+    """Let a method of SGLang compute here. Local."""
+    adopt(
+        method,
+        state,
+        process_weights_after_loading=_process_weights_after_loading,
+        restore_weights_before_loading=_keep_weights,
+        apply=_apply,
+    )
 
 
 def _process_weights_after_loading(self: Any, layer: Any) -> None:

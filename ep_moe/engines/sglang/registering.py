@@ -7,10 +7,7 @@ from typing import Any
 import sglang
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from ep_moe.config import GroupConfig
-from ep_moe.engines.common.hooks import check_hooks, check_version
-from ep_moe.engines.common.plugin import Plugin
-from ep_moe.engines.common.transports import SharedTransports
+from ep_moe.engines.common.plugin import ADOPTED, Plugin
 from ep_moe.engines.sglang.hooks import HOOKS, TESTED
 from ep_moe.environment import SGLANG_BACKEND, PluginConfig
 
@@ -23,10 +20,7 @@ def register_hooks(config: PluginConfig) -> None:
     """Register our hooks; does nothing the second time. Errors: RuntimeError names a hook that SGLang lacks. Local."""
     if _plugins:
         return
-    check_version("SGLang", sglang.__version__, TESTED, _log)
-    check_hooks("SGLang", sglang.__version__, TESTED, HOOKS)
-    transports = SharedTransports(config.transport, GroupConfig(timeout_secs=config.timeout_secs))
-    plugin = Plugin(engine="SGLang", config=config, transports=transports, log=_log)
+    plugin = Plugin.create("SGLang", sglang.__version__, TESTED, HOOKS, config, _log)
     _plugins.append(plugin)
     _add_backend()
     layers = _Layers(plugin)
@@ -49,7 +43,7 @@ class _Layers:
         self._runner_error: NotImplementedError | None = None
 
     def around_layer(self, original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:
-        """Remember which layer is constructed: `create_moe_dispatcher` of 0.5.17 does not say it."""
+        """Remember which layer is constructed: `create_moe_dispatcher` of 0.5.17 has no such argument."""
         self._constructed.append(layer)
         self._runner_error = None
         try:
@@ -73,7 +67,7 @@ class _Layers:
         """Our dispatcher for a layer that is eligible, whose method then computes here."""
         from ep_moe.engines.sglang.dispatcher import EpMoeDispatcher
         from ep_moe.engines.sglang.eligibility import kind_of_layer
-        from ep_moe.engines.sglang.method import LayerMethod, adopt
+        from ep_moe.engines.sglang.method import LayerMethod, compute_here
 
         layer = self._constructed[-1]
         try:
@@ -85,7 +79,7 @@ class _Layers:
             return original(*args, **kwargs)
         self._runner_error = None
         state = LayerMethod(self._plugin, layer, kind, _context_length())
-        adopt(layer.quant_method, state)
+        compute_here(layer.quant_method, state)
         return EpMoeDispatcher(state)
 
 
@@ -101,7 +95,7 @@ def _around_deepep_layer(original: Callable[..., None], layer: Any, *args: Any, 
 
 
 def _is_ours(layer: Any) -> bool:
-    return hasattr(type(getattr(layer, "quant_method", None)), "ep_moe_adopted")
+    return hasattr(type(getattr(layer, "quant_method", None)), ADOPTED)
 
 
 def _around_config(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -128,9 +122,9 @@ def _add_backend() -> None:
 
 
 def _context_length() -> int:
-    """Of the model that SGLang serves, 0 if it says none."""
+    """Of the model that SGLang serves, 0 if unknown."""
     from sglang.srt import runtime_context
 
     model = getattr(runtime_context, "get_model", None)
-    given = getattr(runtime_context.get_server_args() if model is None else model(), "context_length", None)
-    return int(given or 0)
+    found = getattr(runtime_context.get_server_args() if model is None else model(), "context_length", None)
+    return int(found or 0)

@@ -1,4 +1,4 @@
-"""What a step of SGLang says: how many rows there can be, how many there are, and which layout suits."""
+"""A step of SGLang: the most rows of any step, the rows of this one, and its layout."""
 
 import torch
 from sglang.srt.environ import envs
@@ -15,7 +15,7 @@ from ep_moe.config import Layout
 from ep_moe.engines.common.rows import RowShare
 from ep_moe.transport import Transport
 
-# SGLang's own upper limit of running requests where none is given: it is known only once the KV cache has its size
+# SGLang's own upper limit of running requests without an option: it is known only once the KV cache has its size
 MOST_REQUESTS = 4096
 
 
@@ -37,7 +37,7 @@ def most_tokens(context_length: int) -> int:
 
 
 def bound(num_rows: int, share: RowShare, transport: Transport) -> int | None:
-    """The most rows that any rank sends in this step, equal on all ranks; None if nobody knows. Local, no device sync.
+    """The most rows that any rank sends in this step, equal on all ranks; None if unknown. Local, no device sync.
 
     Args: num_rows: that the layer is called with. share: this rank's part of them.
     """

@@ -2,8 +2,7 @@
 
     EP_MOE_VLLM=1 vllm serve MODEL --enable-expert-parallel --data-parallel-size 2
 
-docs/engines/vllm.md says what works. Nothing here has run on a GPU yet. Only `register` is called from outside; the
-other modules import vLLM.
+docs/engines/vllm.md says what works. Only `register` is called from outside; the other modules import vLLM.
 Letters: T rows on this rank, H hidden, I intermediate, K top-k, E physical experts, L local experts, R ranks.
 """
 

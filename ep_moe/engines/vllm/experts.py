@@ -11,7 +11,6 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceDelegate
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
 
-from ep_moe.engines.common.formats import fp8_blocks
 from ep_moe.engines.vllm.parameters import activation_of
 from ep_moe.engines.vllm.prepare_finalize import BatchMetadata
 from ep_moe.experts import Experts, create_experts
@@ -126,13 +125,14 @@ class EpMoeExperts(mk.FusedMoEExpertsModular):
         if made_of == self._made_of:
             return
         if activation is MoEActivation.SWIGLUOAI:
-            raise ValueError("activation 'swigluoai' has gate and up rows in turns; experts of ep_moe take [gate; up]")
+            raise ValueError("activation 'swigluoai' has interleaved gate and up rows; [gate; up] is computed here")
         quant = self.quant_config
         scheme = get_scheme("none")
         if quant.quant_dtype is not None:
             if quant.quant_dtype != _FP8 or not quant.block_shape:
                 raise ValueError(f"weights of {quant.quant_dtype} without blocks are not computed here")
-            scheme = fp8_blocks(quant.block_shape)
+            rows, columns = quant.block_shape
+            scheme = get_scheme(f"fp8_block_{rows}x{columns}")
         self._weights = ExpertWeights(
             w13=StoredMatrix(w1, scale=quant.w1_scale),
             w2=StoredMatrix(w2, scale=quant.w2_scale),

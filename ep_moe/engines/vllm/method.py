@@ -14,7 +14,7 @@ from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CO
 from ep_moe.config import Layout
 from ep_moe.engines.common.eligibility import LayerKind, LayerSizes
 from ep_moe.engines.common.engine_layer import EngineLayer
-from ep_moe.engines.common.plugin import Plugin
+from ep_moe.engines.common.plugin import ATTRIBUTE, Plugin, adopt
 from ep_moe.engines.vllm.experts import EpMoeBatchedExperts, EpMoeStandardExperts
 from ep_moe.engines.vllm.prepare_finalize import EpMoePrepareAndFinalize, RoundOptions
 from ep_moe.engines.vllm.step import in_micro_batch, share_of, tokens_of_ranks
@@ -22,7 +22,6 @@ from ep_moe.group import PeerLostError
 from ep_moe.layer import ExpertParallelMoE
 
 SMALL_STEP = 1024  # tokens of all ranks up to which "auto" packs rows (COMPACT) instead of gathering them (FLAT)
-ATTRIBUTE = "ep_moe"  # of a method: its `LayerMethod`
 _HALVES = ((False, False), (False, True))  # shared experts run between the halves of a combine
 _HALVES_OF_MICRO_BATCHES = ((True, True),)
 
@@ -70,37 +69,44 @@ class LayerMethod(EngineLayer):
         self._kernels = {layout: self._kernel(made) for layout, made in self.moe_layers(layer).items()}
         return self._kernels[self.layouts[0]]
 
-    def apply(self, layer: Any, call: dict[str, Any]) -> torch.Tensor:
-        """Compute the layer for the rows of this rank.
+    def apply(
+        self,
+        layer: Any,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Compute the layer, a RoutedExperts, for the rows of this rank.
 
-        Args: layer: RoutedExperts. call: vLLM's arguments by name.
         Errors: as of `Transport.dispatch_send`; any other failure of this rank is raised here after its round is ended.
         `PeerLostError` is logged. Collective.
         """
-        x, ids, values = call["x"], call["topk_ids"], self.kind.loaded.values_name
+        values = self.kind.loaded.method.names["values"]
         kernel = self._kernels[self._layout(x.shape[0])]
         exchange: EpMoePrepareAndFinalize = kernel.prepare_finalize
-        apart = in_micro_batch()
-        exchange.begin(dispatch_apart=apart, combine_apart=apart or call["shared_experts"] is not None)
+        halves = in_micro_batch()
+        exchange.begin(dispatch=halves, combine=halves or shared_experts is not None)
         try:
             return kernel.apply(
                 hidden_states=x,
                 w1=getattr(layer, f"w13_{values}"),
                 w2=getattr(layer, f"w2_{values}"),
-                topk_weights=call["topk_weights"],
-                topk_ids=ids,
+                topk_weights=topk_weights,
+                topk_ids=topk_ids,
                 activation=layer.activation,
                 global_num_experts=layer.global_num_experts,
                 expert_map=layer.expert_map,
                 apply_router_weight_on_input=layer.apply_router_weight_on_input,
-                shared_experts=call["shared_experts"],
-                shared_experts_input=call["shared_experts_input"],
+                shared_experts=shared_experts,
+                shared_experts_input=shared_experts_input,
             )
         except PeerLostError as error:
-            self.plugin.log.error("ep_moe in %s: %s", self.name, error)
+            self.log_lost(error)
             raise
         except Exception:
-            exchange.fail(x.shape[0], ids.shape[-1])
+            exchange.fail(x.shape[0], topk_ids.shape[-1])
             raise
 
     def _layout(self, num_rows: int) -> Layout:
@@ -131,28 +137,20 @@ class LayerMethod(EngineLayer):
         return mk.FusedMoEKernel(EpMoePrepareAndFinalize(transport, options), experts)
 
 
-def adopt(method: Any, state: LayerMethod) -> None:
-    """Let a method of vLLM compute here: its class becomes a subclass with the same name, which vLLM compares. Local.
-
-    A subclass and not a wrapper: vLLM asks for a method's class, its name and its attributes while it loads weights.
-    """
-    theirs = type(method)
-    namespace = {
-        "__module__": theirs.__module__,
-        "__qualname__": theirs.__qualname__,
-        "__doc__": theirs.__doc__,
-        "ep_moe_adopted": True,
-        "is_monolithic": property(lambda self: False),
-        "skip_forward_padding": property(lambda self: False),
-        "has_unpadded_output": property(lambda self: False),
-        "supports_pre_processed_weights": False,
-        "maybe_roundup_sizes": _keep_sizes,
-        "process_weights_after_loading": _process_weights_after_loading,
-        "get_fused_moe_quant_config": _quant_config,
-        "apply": _apply,
-    }
-    method.__class__ = type(theirs.__name__, (theirs,), namespace)
-    object.__setattr__(method, ATTRIBUTE, state)
+def compute_here(method: Any, state: LayerMethod) -> None:
+    """Let a method of vLLM compute here. Local."""
+    adopt(
+        method,
+        state,
+        is_monolithic=property(lambda self: False),
+        skip_forward_padding=property(lambda self: False),
+        has_unpadded_output=property(lambda self: False),
+        supports_pre_processed_weights=False,
+        maybe_roundup_sizes=_keep_sizes,
+        process_weights_after_loading=_process_weights_after_loading,
+        get_fused_moe_quant_config=_quant_config,
+        apply=_apply,
+    )
 
 
 def _keep_sizes(
@@ -173,22 +171,7 @@ def _quant_config(self: Any, layer: Any) -> Any:
     return FUSED_MOE_UNQUANTIZED_CONFIG
 
 
-def _apply(
-    self: Any,
-    layer: Any,
-    x: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    shared_experts: Any,
-    shared_experts_input: torch.Tensor | None,
-) -> torch.Tensor:
-    """The call of vLLM's runner."""
-    call = {
-        "x": x,
-        "topk_weights": topk_weights,
-        "topk_ids": topk_ids,
-        "shared_experts": shared_experts,
-        "shared_experts_input": shared_experts_input,
-    }
-    result: torch.Tensor = getattr(self, ATTRIBUTE).apply(layer, call)
+def _apply(self: Any, layer: Any, *arguments: Any, **named: Any) -> torch.Tensor:
+    """The call of vLLM's runner: x, topk_weights, topk_ids, shared_experts and its input."""
+    result: torch.Tensor = getattr(self, ATTRIBUTE).apply(layer, *arguments, **named)
     return result

@@ -11,7 +11,7 @@ import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 
 from ep_moe.config import Layout
-from ep_moe.engines.common.rows import RowShare, rows_to_send, whole_output
+from ep_moe.engines.common.rows import RowShare, end_round, rows_to_send, send_rows, whole_output
 from ep_moe.engines.vllm.step import current_slot, padding, tokens_of_ranks
 from ep_moe.layout import ExpertBatch, Flat
 from ep_moe.quant import Quantized, QuantScheme
@@ -28,7 +28,7 @@ FORMATS = {
 
 @dataclasses.dataclass
 class BatchMetadata(mk.ExpertTokensMetadata):
-    """vLLM's metadata with our batch, which says more: where rows start, and which rows they are."""
+    """vLLM's metadata, and our batch, which also has the rows' starts and indices."""
 
     batch: ExpertBatch | None = None
 
@@ -42,7 +42,7 @@ class RoundOptions:
         share: which of the engine's rows this rank sends.
         input_scale: [1] float32, a static scale of the tokens.
         sized: the batch is allocated for the tokens of the step, and not for the most of any step. vLLM's own batched
-            experts need the latter; all ranks say the same.
+            experts need the latter; equal on all ranks.
     """
 
     layout: Layout
@@ -57,8 +57,8 @@ class EpMoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
     """Dispatch and combine of one of our transports.
 
     BATCHED is vLLM's BatchedExperts format and serves its experts and ours. FLAT and COMPACT are its Standard format
-    for our experts alone: local ids, and rows that only the batch in `BatchMetadata` explains. The combine applies the
-    router weights that were dispatched, whatever the experts say of their own; in FLAT our experts have.
+    for our experts alone: local ids, and rows that only the batch in `BatchMetadata` describes. The combine applies the
+    router weights that were dispatched, or in FLAT our experts do.
 
     Args:
         transport: moves the tokens. options: of the layer's rounds.
@@ -70,7 +70,7 @@ class EpMoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         self.options = options
         self._open: dict[int, Dispatched] = {}
         self._sent: set[int] = set()
-        self._apart: dict[int, tuple[bool, bool]] = {}  # of a slot's round: whether dispatch and combine are halved
+        self._halves: dict[int, tuple[bool, bool]] = {}  # by slot: whether dispatch and combine are two calls each
 
     @property
     def activation_format(self) -> Any:
@@ -97,15 +97,15 @@ class EpMoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         """True: vLLM runs shared experts between `combine_send` and `combine_recv`."""
         return True
 
-    def begin(self, *, dispatch_apart: bool = True, combine_apart: bool = True) -> None:
+    def begin(self, *, dispatch: bool = True, combine: bool = True) -> None:
         """Forget the previous round of the caller's slot, before a call of the kernel. Local.
 
-        Args: dispatch_apart, combine_apart: whether anything runs between the halves; if not, both are one launch.
+        Args: dispatch, combine: whether anything runs between send and receive; if not, both are one launch.
         """
         slot = current_slot()
         self._sent.discard(slot)
         self._open.pop(slot, None)
-        self._apart[slot] = dispatch_apart, combine_apart
+        self._halves[slot] = dispatch, combine
 
     def fail(self, num_rows: int, num_topk: int) -> None:
         """End the round of the caller's slot after a failure on this rank; the other ranks get NaN for its part.
@@ -116,8 +116,7 @@ class EpMoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         """
         slot, options = current_slot(), self.options
         self._open.pop(slot, None)
-        if slot in self.transport.open_slots:
-            self.transport.abandon(slot=slot)
+        end_round(self.transport, slot)
         if slot not in self._sent:
             self.transport.sit_out(
                 num_topk=num_topk,
@@ -127,29 +126,9 @@ class EpMoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
                 layer=options.layer,
             )
 
-    def prepare(
-        self,
-        a1: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        num_experts: int,
-        expert_map: torch.Tensor | None,
-        apply_router_weight_on_input: bool,
-        quant_config: Any,
-        defer_input_quant: bool = False,
-    ) -> mk.PrepareResultType:
+    def prepare(self, *arguments: Any, **named: Any) -> mk.PrepareResultType:
         """Send this rank's rows and lay out what arrives: `prepare_async` and its receiver. Collective."""
-        _, receive = self.prepare_async(
-            a1,
-            topk_weights,
-            topk_ids,
-            num_experts,
-            expert_map,
-            apply_router_weight_on_input,
-            quant_config,
-            defer_input_quant,
-        )
-        return receive()
+        return self.prepare_async(*arguments, **named)[1]()
 
     def prepare_async(
         self,
@@ -162,22 +141,21 @@ class EpMoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         quant_config: Any,
         defer_input_quant: bool = False,
     ) -> tuple[Callable[[], None], Callable[[], mk.PrepareResultType]]:
-        """Send this rank's rows; unless `begin` was told that the halves are apart, what arrives is laid out, too.
+        """Send this rank's rows; what arrives is received later, or now if `begin` was called without `dispatch`.
 
         Args:
             a1: [T, H] in the transport's dtype. topk_ids: [T, K] physical, -1 none. topk_weights: [T, K].
             apply_router_weight_on_input: multiply rows by their weight before they are sent; K must be 1.
-            num_experts, expert_map: not used; the transport's placement says the same.
+            num_experts, expert_map: not read; the transport has its placement.
             quant_config, defer_input_quant: rows that are to be quantized here, by `quant_dtype`, need a scheme that
-                quantizes; with such a scheme `defer_input_quant` is an error. Neither says how, the scheme does.
+                quantizes; with such a scheme `defer_input_quant` is an error. Their other fields are not read.
         Returns: a hook that does nothing, and the receiver of the batch.
         Errors: those of `Transport.dispatch_send`, on all ranks. Collective.
         """
         del num_experts, expert_map
-        transport, options, slot = self.transport, self.options, current_slot()
-        begun = transport.num_rounds
-        self._sent.discard(slot)
-        try:
+        options, slot = self.options, current_slot()
+
+        def rows() -> tuple[torch.Tensor | Quantized, Routing]:
             wanted, quantized = getattr(quant_config, "quant_dtype", None), options.scheme.payload.quantized
             if defer_input_quant and quantized:
                 raise ValueError(f"defer_input_quant is True, rows travel quantized in scheme '{options.scheme.name}'")
@@ -185,68 +163,50 @@ class EpMoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
                 raise ValueError(
                     f"quant_config.quant_dtype is {wanted}, scheme '{options.scheme.name}' sends rows as they are"
                 )
-            x, routing = self._rows(a1, topk_weights, topk_ids, apply_router_weight_on_input)
-            bound = self._bound(a1.shape[0])
-        except ValueError as error:
-            self._sent.add(slot)
-            transport.refuse(error, slot=slot)
-        apart, _ = self._apart.get(slot, (True, True))
+            return self._rows(a1, topk_weights, topk_ids, apply_router_weight_on_input)
+
+        begun, (halves, _) = self.transport.num_rounds, self._halves.get(slot, (True, True))
+        self._sent.discard(slot)
         try:
-            dispatched = (transport.dispatch_send if apart else transport.dispatch)(
-                x,
-                routing,
+            dispatched = send_rows(
+                self.transport,
+                rows,
+                num_topk=topk_ids.shape[-1],
                 layout=options.layout,
-                scheme=options.scheme,
                 slot=slot,
-                max_num_tokens=bound,
+                halves=halves,
+                scheme=options.scheme,
+                max_num_tokens=self._bound(a1.shape[0]),
                 layer=options.layer,
             )
         finally:
-            if transport.num_rounds != begun:
+            if self.transport.num_rounds != begun:
                 self._sent.add(slot)
         return _nothing, lambda: self._receive(slot, dispatched)
 
-    def finalize(
-        self,
-        output: torch.Tensor,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: Any,
-    ) -> None:
+    def finalize(self, *arguments: Any, **named: Any) -> None:
         """Return the experts' output to the source ranks: `finalize_async` and its receiver. Collective."""
-        _, receive = self.finalize_async(
-            output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
-        )
-        receive()
+        self.finalize_async(*arguments, **named)[1]()
 
     def finalize_async(
-        self,
-        output: torch.Tensor,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: Any,
+        self, output: torch.Tensor, fused_expert_output: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[Callable[[], None], Callable[[], None]]:
-        """Weight, sum and send the experts' output; the receiver does unless the halves are apart.
+        """Weight, sum and send the experts' output; the receiver does so if `begin` was called without `combine`.
 
         Args:
             output: [T, H], written by the receiver; rows that another rank sends become zero.
             fused_expert_output: of the layout's shape; not written to until the receiver has returned.
         Returns: a hook that does nothing, and the receiver. Collective.
         """
-        del topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
         slot = current_slot()
-        dispatched, (_, apart) = self._open[slot], self._apart.get(slot, (True, True))
-        if apart:
+        dispatched, (_, halves) = self._open[slot], self._halves.get(slot, (True, True))
+        if halves:
             self.transport.combine_send(fused_expert_output, dispatched)
         aliased = fused_expert_output.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
 
         def receive() -> None:
             own = None if aliased else output[self.options.share.own(output.shape[0])]
-            if apart:
+            if halves:
                 found = self.transport.combine_recv(dispatched, out=own)
             else:
                 found = self.transport.combine(fused_expert_output, dispatched, out=own)
@@ -256,7 +216,7 @@ class EpMoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         return _nothing, receive
 
     def _bound(self, num_rows: int) -> int | None:
-        """The most rows that any rank sends in this step, of which the engine has told all ranks; None is M."""
+        """The most rows that any rank sends in this step, equal on all ranks; None is M."""
         if not self.options.sized:
             return None
         return self.options.share.most(num_rows if self.transport.num_ranks == 1 else tokens_of_ranks(num_rows)[0])

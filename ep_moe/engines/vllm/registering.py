@@ -8,10 +8,7 @@ from typing import Any
 import vllm
 from vllm.model_executor.custom_op import op_registry_oot
 
-from ep_moe.config import GroupConfig
-from ep_moe.engines.common.hooks import check_hooks, check_version
 from ep_moe.engines.common.plugin import Plugin
-from ep_moe.engines.common.transports import SharedTransports
 from ep_moe.engines.vllm.hooks import HOOKS, TESTED
 from ep_moe.environment import PluginConfig
 
@@ -33,15 +30,12 @@ def register_classes(config: PluginConfig) -> None:
     """
     if any(hasattr(found, MARK) for found in op_registry_oot.values()):
         return
-    check_version("vLLM", vllm.__version__, TESTED, _log)
-    check_hooks("vLLM", vllm.__version__, TESTED, HOOKS)
+    plugin = Plugin.create("vLLM", vllm.__version__, TESTED, HOOKS, config, _log)
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
     for name in SUBCLASS_MODULES:
         if importlib.util.find_spec(name) is not None:
             importlib.import_module(name)
-    transports = SharedTransports(config.transport, GroupConfig(timeout_secs=config.timeout_secs))
-    plugin = Plugin(engine="vLLM", config=config, transports=transports, log=_log)
     for theirs in (RoutedExperts, *_subclasses(RoutedExperts)):
         if theirs.__name__ in op_registry_oot:
             raise RuntimeError(f"another plug-in has replaced {theirs.__name__}; unset EP_MOE_VLLM or that plug-in")
@@ -57,7 +51,7 @@ def _subclasses(base: type) -> list[type]:
 def _our_class(theirs: Any, plugin: Any) -> type:
     """A subclass whose method is adopted where the layer is eligible."""
     from ep_moe.engines.vllm.eligibility import kind_of_layer
-    from ep_moe.engines.vllm.method import LayerMethod, adopt
+    from ep_moe.engines.vllm.method import LayerMethod, compute_here
     from ep_moe.engines.vllm.parameters import note_tokens
 
     class EpMoeRoutedExperts(theirs):
@@ -69,7 +63,7 @@ def _our_class(theirs: Any, plugin: Any) -> type:
             except ValueError as error:
                 plugin.refuse(self.layer_name, error)
             else:
-                adopt(method, LayerMethod(plugin, self, moe_config, kind))
+                compute_here(method, LayerMethod(plugin, self, moe_config, kind))
             return method
 
     setattr(EpMoeRoutedExperts, MARK, plugin)

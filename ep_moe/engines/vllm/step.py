@@ -22,7 +22,7 @@ def current_slot() -> int:
 
 
 def in_micro_batch() -> bool:
-    """Whether the caller is one of two micro-batches, which run in turns. Local."""
+    """Whether the caller is one of two micro-batches that alternate. Local."""
     return bool(ubatching.dbo_enabled())
 
 
@@ -48,7 +48,7 @@ def padding(num_rows: int, share: RowShare) -> torch.Tensor | None:
         return None
     offset = getattr(ubatching, "dbo_current_ubatch_token_offset", None)
     if offset is None and ubatching.dbo_enabled():
-        return None  # 0.26 does not say where a micro-batch begins
+        return None  # in 0.26 the start of a micro-batch is unknown
     first = 0 if offset is None else offset()
     if share.chunks > 1:
         first += share.rank * num_rows
