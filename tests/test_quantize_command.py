@@ -26,39 +26,34 @@ from ep_moe.weights.writing import write_quantized
 ONE = Placement.linear(16, 1)
 HIDDEN, INTERMEDIATE, EXPERTS = 256, 128, 2
 GATE = "model.layers.1.mlp.experts.1.gate_proj."
+PLAIN, PACKED, INVERSE = {"weight", "weight_scale"}, {"weight_packed", "weight_scale"}, {"weight", "weight_scale_inv"}
+INTEGERS = PACKED | {"weight_shape"}
+POINTS = INTEGERS | {"weight_zero_point"}
 WRITTEN = [  # scheme, the tensors of a gate, and what is read back if it is another one
-    ("fp8_block", {"weight", "weight_scale_inv"}, "fp8_block"),
-    ("fp8_block_64x32", {"weight", "weight_scale_inv"}, "fp8_block_64x32"),
-    ("fp8_token", {"weight", "weight_scale"}, "fp8_token"),
-    ("fp8_tensor", {"weight", "weight_scale"}, "fp8_tensor_channel"),
-    ("fp8_tensor_channel", {"weight", "weight_scale"}, "fp8_tensor_channel"),
-    ("fp8_w8a16", {"weight", "weight_scale"}, "fp8_w8a16"),
-    ("fp8_w8a16_block", {"weight", "weight_scale"}, "fp8_w8a16_block"),
-    ("int8_token", {"weight", "weight_scale"}, "int8_token"),
-    ("int8_block", {"weight", "weight_scale"}, "int8_block"),
-    ("int8_w8a16", {"weight", "weight_scale"}, "int8_w8a16"),
-    ("int8_w8a16_g64", {"weight_packed", "weight_scale", "weight_shape"}, "int8_w8a16_g64"),
-    (
-        "int8_w8a16_g32_zp",
-        {"weight_packed", "weight_scale", "weight_shape", "weight_zero_point"},
-        "int8_w8a16_g32_zp",
-    ),
-    ("int4_w4a16", {"weight_packed", "weight_scale", "weight_shape"}, "int4_w4a16"),
-    (
-        "int4_w4a16_g32_zp_f16",
-        {"weight_packed", "weight_scale", "weight_shape", "weight_zero_point"},
-        "int4_w4a16_g32_zp_f16",
-    ),
-    ("int4_w4a8_g128", {"weight_packed", "weight_scale", "weight_shape"}, "int4_w4a8_g128"),
-    ("fp8_w8a16_tensor", {"weight", "weight_scale"}, "fp8_w8a16"),
-    ("mxfp8", {"weight", "weight_scale"}, "mxfp8"),
-    ("mxfp8_w8a16", {"weight", "weight_scale"}, "mxfp8_w8a16"),
-    ("mxfp4_w4a16", {"weight_packed", "weight_scale"}, "mxfp4_w4a16"),
-    ("mxfp4_w4a8", {"weight_packed", "weight_scale"}, "mxfp4_w4a8"),
-    ("nvfp4", {"weight", "weight_scale", "weight_scale_2"}, "nvfp4"),
-    ("nvfp4_w4a16", {"weight", "weight_scale", "weight_scale_2"}, "nvfp4_w4a16"),
-    ("nvfp4_divisor", {"weight_packed", "weight_scale", "weight_global_scale"}, "nvfp4_divisor"),
-    ("nvfp4_w4a16_divisor", {"weight_packed", "weight_scale", "weight_global_scale"}, "nvfp4_w4a16_divisor"),
+    ("fp8_block", INVERSE, "fp8_block"),
+    ("fp8_block_64x32", INVERSE, "fp8_block_64x32"),
+    ("fp8_token", PLAIN, "fp8_token"),
+    ("fp8_tensor", PLAIN, "fp8_tensor_channel"),
+    ("fp8_tensor_channel", PLAIN, "fp8_tensor_channel"),
+    ("fp8_w8a16", PLAIN, "fp8_w8a16"),
+    ("fp8_w8a16_block", PLAIN, "fp8_w8a16_block"),
+    ("int8_token", PLAIN, "int8_token"),
+    ("int8_block", PLAIN, "int8_block"),
+    ("int8_w8a16", PLAIN, "int8_w8a16"),
+    ("int8_w8a16_g64", INTEGERS, "int8_w8a16_g64"),
+    ("int8_w8a16_g32_zp", POINTS, "int8_w8a16_g32_zp"),
+    ("int4_w4a16", INTEGERS, "int4_w4a16"),
+    ("int4_w4a16_g32_zp_f16", POINTS, "int4_w4a16_g32_zp_f16"),
+    ("int4_w4a8_g128", INTEGERS, "int4_w4a8_g128"),
+    ("fp8_w8a16_tensor", PLAIN, "fp8_w8a16"),
+    ("mxfp8", PLAIN, "mxfp8"),
+    ("mxfp8_w8a16", PLAIN, "mxfp8_w8a16"),
+    ("mxfp4_w4a16", PACKED, "mxfp4_w4a16"),
+    ("mxfp4_w4a8", PACKED, "mxfp4_w4a8"),
+    ("nvfp4", PLAIN | {"weight_scale_2"}, "nvfp4"),
+    ("nvfp4_w4a16", PLAIN | {"weight_scale_2"}, "nvfp4_w4a16"),
+    ("nvfp4_divisor", PACKED | {"weight_global_scale"}, "nvfp4_divisor"),
+    ("nvfp4_w4a16_divisor", PACKED | {"weight_global_scale"}, "nvfp4_w4a16_divisor"),
 ]
 
 

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import torch
 
+from ep_moe.config import DTYPES
 from ep_moe.fields import shown
 from ep_moe.placement import Placement
 from ep_moe.quant import SCHEMES, QuantScheme, StoredMatrix, get_scheme
 from ep_moe.tensors import check_tensor
 from ep_moe.weights.checkpoint import Checkpoint
-from ep_moe.weights.reading import read_experts
+from ep_moe.weights.reading import read_layer
+from ep_moe.weights.storage import TensorReader
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,13 +39,13 @@ class PerExpert:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors that are there, by name."""
+        """The tensors that are set, by name."""
         named = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
 class _Referable:
-    """Allows weak references to a dataclass with slots, by which experts keep launches as long as weights exist."""
+    """Allows weak references to a dataclass with slots: caches of launches are dropped with their weights."""
 
     __slots__ = ("__weakref__",)
 
@@ -54,7 +56,7 @@ class ExpertWeights(_Referable):
 
     A gated `w13` is [gate; up]: rows [0, I) the gate, rows [I, 2I) the linear half; with `up_first` it is [up; gate],
     the order of FlashInfer; with `alternating` gate and up rows take turns, gate first, as gpt-oss publishes them. The
-    rows of `w13_bias` lie alike.
+    rows of `w13_bias` have the same order.
     `scheme.weight` describes both matrices; `StoredMatrix(tensor)` is an unquantized one.
     Errors: ValueError for a matrix that is not a `StoredMatrix` of 3 dimensions, matrices of different numbers of
     experts, and a `w13_order` of another shape or dtype, or with columns that are not in [0, H).
@@ -113,12 +115,12 @@ class ExpertWeights(_Referable):
 
     @property
     def optional(self) -> tuple[torch.Tensor | None, ...]:
-        """Biases, static scales and the order of w13, None for those that are not there."""
+        """Biases, static scales and the order of w13, None for those that are not set."""
         return self.w13_bias, self.w2_bias, self.w13_input_scale, self.w2_input_scale, self.w13_order
 
     @property
     def named_tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors that are there, by name. Example: "w13", "w13_scale", "w2", "w2_scale", "w13_bias"."""
+        """All tensors that are set, by name. Example: "w13", "w13_scale", "w2", "w2_scale", "w13_bias"."""
         named = {
             name if part == "values" else f"{name}_{part}": tensor
             for name, matrix in (("w13", self.w13), ("w2", self.w2))
@@ -129,7 +131,7 @@ class ExpertWeights(_Referable):
         return named | {name: tensor for name, tensor in optional if tensor is not None} | self.per_expert.tensors
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All tensors that are there."""
+        """All tensors that are set."""
         yield from self.named_tensors.values()
 
     def refit(self, source: "ExpertWeights") -> None:
@@ -202,6 +204,23 @@ class ExpertWeights(_Referable):
         """
         chosen = None if scheme is None else get_scheme(scheme)
         checkpoint = directory if isinstance(directory, Checkpoint) else Checkpoint.open(directory)
-        experts = read_experts(checkpoint, placement, rank, scheme=chosen, layers=layers, dtype=dtype, device=device)
-        constants = {layer: PerExpert(**fields.pop("constants", {})) for layer, fields in experts.items()}
-        return {layer: cls(**fields, per_expert=constants[layer]) for layer, fields in experts.items()}
+        directory = checkpoint.directory
+        if placement.num_experts != checkpoint.config.num_experts:
+            raise ValueError(
+                f"the placement has {placement.num_experts} experts, {directory} has {checkpoint.config.num_experts}"
+            )
+        if dtype is not None and dtype not in DTYPES.values():
+            raise ValueError(f"dtype ({dtype}) is not one of {', '.join(DTYPES)}")
+        numbers = list(checkpoint.layers if layers is None else layers)
+        unknown = [layer for layer in numbers if layer not in checkpoint.layers]
+        if unknown:
+            raise ValueError(f"layer {unknown[0]} of {directory} has no experts; layers {list(checkpoint.layers)} have")
+        stored_dtypes = {layer: checkpoint.check_layer(layer) for layer in numbers}
+        experts, found = placement.local_experts(rank), {}
+        with TensorReader() as reader:
+            for layer in numbers:
+                stored = checkpoint.layer_scheme(layer)
+                of_layer = dtype or (checkpoint.dtype if stored.weight.quantized else stored_dtypes[layer])
+                fields = read_layer(checkpoint, reader, layer, experts, of_layer, chosen or stored, device)
+                found[layer] = cls(per_expert=PerExpert(**fields.pop("constants", {})), **fields)
+        return found

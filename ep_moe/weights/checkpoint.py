@@ -20,8 +20,8 @@ from ep_moe.weights.families import (
     Form,
     dtype_of,
     extra_layers,
-    family_of,
-    moe_config_of,
+    find_family,
+    moe_config,
     read_config,
 )
 from ep_moe.weights.method import Method, scales_of_halves, scheme_of_halves
@@ -60,7 +60,7 @@ class Checkpoint:
         """
         raw, name = read_config(directory)
         method, extra = method_of(raw, name), extra_layers(raw, name)
-        config, family = moe_config_of(raw, name), family_of(raw, name)
+        config, family = moe_config(raw, name), find_family(raw, name)
         tensors = {
             key: stored for key, stored in list_tensors(directory).items() if not extra or _layer_of(key) not in extra
         }
@@ -213,7 +213,7 @@ class Checkpoint:
     ) -> list[torch.Tensor]:
         """Read a matrix of one expert as it is on disk; the `layer_scheme` of its layer must quantize.
 
-        Columns that lie in another order than their groups (GPTQ's act-order) are sorted: in w2, and with them the rows
+        Columns in another order than their groups (GPTQ's act-order) are sorted: in w2, and with them the rows
         of w13; in w13, whose tokens then need `column_orders`.
 
         Args:
@@ -245,7 +245,7 @@ class Checkpoint:
 
     def column_orders(self, reader: TensorReader, layer: int) -> torch.Tensor | None:
         """Of each expert, the columns of w13 as they are on disk in the order of their groups, [E, H] int64; None if
-        they lie in that order in all experts.
+        that is their order in all experts.
 
         Errors: ValueError, on every rank alike, for a gate and an up half in different orders. Local.
         """

@@ -229,15 +229,16 @@ class TransformersConfig(Protocol):
 Source = str | Path | Mapping[str, Any] | TransformersConfig
 
 
-def read_config(source: Source) -> tuple[Mapping[str, Any], str]:
+def read_config(source: Source, name: str = "config") -> tuple[Mapping[str, Any], str]:
     """Return config.json as a mapping, with the quantization of hf_quant_config.json, and its name in errors.
 
     Args:
         source: a checkpoint directory, the content of its config.json, or a transformers config.
+        name: of a mapping in errors.
     Errors: ValueError for a directory without config.json, and for one that is not a JSON object. Local.
     """
     if isinstance(source, Mapping):
-        return source, "config"
+        return source, name
     if not isinstance(source, str | Path):
         return source.to_dict(), type(source).__name__
     path = Path(source) / "config.json"
@@ -255,35 +256,29 @@ def read_config(source: Source) -> tuple[Mapping[str, Any], str]:
     return found, str(path)
 
 
-def find_family(source: Source) -> Family:
-    """Return the entry of `FAMILIES` for a config's `model_type`. Errors: ValueError lists the known ones. Local."""
-    return family_of(*read_config(source))
+def find_family(source: Source, name: str = "config") -> Family:
+    """Return the entry of `FAMILIES` for a config's `model_type`.
 
-
-def moe_config(source: Source) -> MoEConfig:
-    """Read the config of a model's MoE layers.
-
-    Args:
-        source: a checkpoint directory, the content of its config.json, or a transformers config.
-    Returns: sizes, routing and activation; the scheme and the layout are the defaults of `MoEConfig`.
-    Errors: ValueError for an unknown model_type or activation, or for a key that is missing. Local.
+    Args: source, name: as of `read_config`. Errors: ValueError lists the known ones. Local.
     """
-    return moe_config_of(*read_config(source))
-
-
-def family_of(config: Mapping[str, Any], name: str) -> Family:
-    """`find_family` for the content of config.json, whose name in errors is `name`. Local."""
+    config, name = read_config(source, name)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(f"{name}: model_type ({shown(model_type)}) is not one of {', '.join(FAMILIES)}")
     return FAMILIES[model_type]
 
 
-def moe_config_of(config: Mapping[str, Any], name: str) -> MoEConfig:
-    """`moe_config` for the content of config.json, whose name in errors is `name`. Local."""
-    family = family_of(config, name)
-    there = (key for key in family.num_experts if config.get(key) is not None)
-    num_experts = next(there, " or ".join(family.num_experts))  # errors name both
+def moe_config(source: Source, name: str = "config") -> MoEConfig:
+    """Read the config of a model's MoE layers.
+
+    Args: source, name: as of `read_config`.
+    Returns: sizes, routing and activation; the scheme and the layout are the defaults of `MoEConfig`.
+    Errors: ValueError for an unknown model_type or activation, or for a key that is missing. Local.
+    """
+    config, name = read_config(source, name)
+    family = find_family(config, name)
+    present = (key for key in family.num_experts if config.get(key) is not None)
+    num_experts = next(present, " or ".join(family.num_experts))  # errors name both
     keys = {"hidden": family.hidden, "intermediate": family.intermediate, "num_experts": num_experts}
     activation, routing = family.activation(config, name), family.routing(config, name)
     return build_config(MoEConfig, config, name, keys | TOPK | GROUPS, routing=routing, activation=activation)

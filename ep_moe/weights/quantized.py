@@ -1,4 +1,4 @@
-"""Weights that several tensors of a checkpoint store together: values, scales, zero points, and how they lie on disk.
+"""Weights that several tensors of a checkpoint store together: values, scales and zero points.
 
 Letters: E stacked experts, N and K rows and columns of a weight, G scale groups of a row, P elements of one int32.
 """
@@ -131,7 +131,7 @@ def _read(reader: TensorReader, part: StoredTensor, device: torch.device) -> tor
 
 
 def read_order(reader: TensorReader, weight: QuantizedTensor, device: torch.device) -> torch.Tensor | None:
-    """The columns [K] of a weight [N, K] in the order of their groups; None if they lie in that order.
+    """The columns [K] of a weight [N, K] in the order of their groups; None if that is their order.
 
     Errors: ValueError for groups of another size than the config's. Local; synchronizes with `device`.
     """
@@ -161,7 +161,7 @@ def read_matrix(
     Args:
         rows: only these, [start, stop), both multiples of the rows that share a scale; in packing "plain" alone.
         order: that of `read_order`: columns are returned in it.
-    Errors: ValueError for a negative scale, or zero points that are not what the config says. Local; synchronizes with
+    Errors: ValueError for a negative scale, or zero points that contradict the config. Local; synchronizes with
         `device`.
     """
     method, (num_rows, _) = weight.method, weight.shape
@@ -214,17 +214,17 @@ def _unpacked(
 
 
 def unpacked_values(method: Method, packed: torch.Tensor) -> torch.Tensor:
-    """A weight in int32, as `method.packing` says, as uint8 [N, K], one element in each. Local."""
+    """A weight in int32, packed as `method.packing`, as uint8 [N, K], one element in each. Local."""
     if method.packing == "int32":
         return unpack_columns(packed, method.bits)
     return (unpack_awq(packed) if method.packing == "awq" else unpack_rows(packed, method.bits)).t()
 
 
 def unpacked_zeros(method: Method, packed: torch.Tensor, num_rows: int, name: str) -> torch.Tensor:
-    """Zero points in int32, as `method.packing` says, as uint8 [N, G].
+    """Zero points in int32, packed as `method.packing`, as uint8 [N, G].
 
     Args: num_rows: N. name: in errors.
-    Errors: ValueError for zero points that are not what the config says. Local; may synchronize with the device.
+    Errors: ValueError for zero points that contradict the config. Local; may synchronize with the device.
     """
     if method.packing == "int32":
         return unpack_rows(packed, method.bits)[:num_rows]

@@ -4,57 +4,17 @@ Letters: L local physical experts, H hidden, I intermediate; W = 2I if the activ
 """
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from ep_moe.config import DTYPES
-from ep_moe.placement import Placement
 from ep_moe.quant import QuantScheme, StoredMatrix, quantize_weight
 from ep_moe.weights.checkpoint import Checkpoint
 from ep_moe.weights.method import shared_scale
 from ep_moe.weights.storage import TensorReader
 
 
-def read_experts(
-    checkpoint: Checkpoint,
-    placement: Placement,
-    rank: int,
-    *,
-    scheme: QuantScheme | None = None,
-    layers: Iterable[int] | None = None,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str = "cpu",
-) -> dict[int, dict[str, Any]]:
-    """Read one rank's experts. `ExpertWeights.from_pretrained` has the arguments and the errors.
-
-    Returns: layer -> the fields of `ExpertWeights`, with those of `PerExpert` as "constants". Local; synchronizes with
-    `device`.
-    """
-    directory = checkpoint.directory
-    if placement.num_experts != checkpoint.config.num_experts:
-        raise ValueError(
-            f"the placement has {placement.num_experts} experts, {directory} has {checkpoint.config.num_experts}"
-        )
-    if dtype is not None and dtype not in DTYPES.values():
-        raise ValueError(f"dtype ({dtype}) is not one of {', '.join(DTYPES)}")
-    chosen = list(checkpoint.layers if layers is None else layers)
-    unknown = [layer for layer in chosen if layer not in checkpoint.layers]
-    if unknown:
-        raise ValueError(f"layer {unknown[0]} of {directory} has no experts; layers {list(checkpoint.layers)} have")
-    stored_dtypes = {layer: checkpoint.check_layer(layer) for layer in chosen}
-    experts = placement.local_experts(rank)
-    found = {}
-    with TensorReader() as reader:
-        for layer in chosen:
-            stored = checkpoint.layer_scheme(layer)
-            chosen_dtype = dtype or (checkpoint.dtype if stored.weight.quantized else stored_dtypes[layer])
-            found[layer] = _read_layer(checkpoint, reader, layer, experts, chosen_dtype, scheme or stored, device)
-    return found
-
-
-def _read_layer(
+def read_layer(
     checkpoint: Checkpoint,
     reader: TensorReader,
     layer: int,
@@ -63,6 +23,10 @@ def _read_layer(
     scheme: QuantScheme,
     device: torch.device | str,
 ) -> dict[str, Any]:
+    """The fields of `ExpertWeights` for some experts of a layer, those of `PerExpert` as "constants".
+
+    `ExpertWeights.from_pretrained` has the arguments and the errors. Local; synchronizes with `device`.
+    """
     config, stored = checkpoint.config, checkpoint.layer_scheme(layer)
     width = config.w13_rows
     fields: dict[str, Any] = {"scheme": scheme}

@@ -97,7 +97,7 @@ def _arguments(stored: TensorFormat) -> Config:
     if stored.granularity == "block":
         found["block_structure"] = list(stored.block)
     if stored.family == "micro" and stored.power_of_two:
-        found["scale_dtype"] = "torch.uint8"  # by it compressed-tensors tells mxfp8 from fp8 in groups
+        found["scale_dtype"] = "torch.uint8"  # distinguishes mxfp8 from fp8 in groups
     return found
 
 
@@ -219,8 +219,8 @@ def _experts(
         for field, shape in {"w13": (moe.w13_rows, moe.hidden), "w2": (moe.hidden, moe.intermediate)}.items():
             matrix = torch.empty(shape, dtype=torch.float32, device="cpu")
             checkpoint.read_field(reader, layer, field, expert, matrix)
-            apart = scheme.weight.granularity in ("block", "tensor")
-            whole = None if apart else quantize_weight(matrix, scheme)
+            separate = scheme.weight.granularity in ("block", "tensor")
+            whole = None if separate else quantize_weight(matrix, scheme)
             for tensor in form:
                 if tensor.field != field:
                     continue
