@@ -202,7 +202,6 @@ def test_a_failing_call_of_vllm_ends_its_round() -> None:
 
         kernel = types.SimpleNamespace(prepare_finalize=exchange, apply=apply)
         state = mock.Mock(_kernels={None: kernel}, _layout=mock.Mock(return_value=None))
-        state.kind.loaded.method.names = {"values": "weight"}
         given = {"x": x, "topk_ids": ids, "topk_weights": weights, "shared_experts": None, "shared_experts_input": None}
         call = functools.partial(method.LayerMethod.apply, state, mock.Mock(), **given)
         faults = {

@@ -176,6 +176,7 @@ class EpMoeDispatcher(BaseDispatcher):
             own = output[share.own(num_rows)]
             if returned is None:
                 dispatched, opened.returning = opened.returning, None
+                assert dispatched is not None
                 transport.combine_recv(dispatched, out=own)
             else:
                 transport.combine(returned.hidden_states, returned.dispatched, out=own)

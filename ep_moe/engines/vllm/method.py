@@ -58,6 +58,7 @@ class LayerMethod(EngineLayer):
             halves=_HALVES + _HALVES_OF_MICRO_BATCHES * micro_batches,
         )
         self._moe = moe
+        self._values = kind.loaded.method.names["values"]
         self._kernels: dict[Layout, mk.FusedMoEKernel] = {}
 
     def load(self, layer: Any) -> mk.FusedMoEKernel:
@@ -83,7 +84,6 @@ class LayerMethod(EngineLayer):
         Errors: as of `Transport.dispatch_send`; any other failure of this rank is raised here after its round is ended.
         `PeerLostError` is logged. Collective.
         """
-        values = self.kind.loaded.method.names["values"]
         kernel = self._kernels[self._layout(x.shape[0])]
         exchange: EpMoePrepareAndFinalize = kernel.prepare_finalize
         halves = in_micro_batch()
@@ -91,8 +91,8 @@ class LayerMethod(EngineLayer):
         try:
             return kernel.apply(
                 hidden_states=x,
-                w1=getattr(layer, f"w13_{values}"),
-                w2=getattr(layer, f"w2_{values}"),
+                w1=getattr(layer, f"w13_{self._values}"),
+                w2=getattr(layer, f"w2_{self._values}"),
                 topk_weights=topk_weights,
                 topk_ids=topk_ids,
                 activation=layer.activation,

@@ -189,7 +189,7 @@ class EpMoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         self.finalize_async(*arguments, **named)[1]()
 
     def finalize_async(
-        self, output: torch.Tensor, fused_expert_output: torch.Tensor, *_: Any, **__: Any
+        self, output: torch.Tensor, fused_expert_output: torch.Tensor, *_others: Any, **_named: Any
     ) -> tuple[Callable[[], None], Callable[[], None]]:
         """Weight, sum and send the experts' output; the receiver does so if `begin` was called without `combine`.
 
