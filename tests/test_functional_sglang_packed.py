@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.quantized_layouts import EXPERTS, GROUP, HIDDEN, INTERMEDIATE, LAYOUTS, ActOrder, base, layer_of, write
 from safetensors.torch import load_file, save_file
-from test_quantized_checkpoints import EXPERTS, GROUP, HIDDEN, INTERMEDIATE, LAYOUTS, ActOrder, base, layer_of, write
 
 from ep_moe.functional.sglang import FusedMoE, MoeParallel, StandardTopKOutput
 from ep_moe.placement import Placement
