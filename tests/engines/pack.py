@@ -19,7 +19,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-from run import COMPILED, HERE, pip
+from releases import COMPILED, HERE, pip
 
 ARCHITECTURE = 90
 FATBIN = struct.pack("<IHH", 0xBA55ED50, 1, 16)  # magic, version and size of the header of a container of device code

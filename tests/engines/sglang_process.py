@@ -1,27 +1,29 @@
-"""One rank of one version of SGLang: all cases, one after another, since importing SGLang takes 15 seconds.
-
-Run as `python sglang_process.py WORLD RANK PORT CHECKPOINTS [CASE ...]`, with SGLang, its dependencies and a folder of
-entry points on PYTHONPATH and EP_MOE_SGLANG=1. It prints a line per case; the last one is "all cases passed".
-"""
+"""All cases of one rank of one version of SGLang, by `engine_process`."""
 
 import argparse
 import contextlib
 import dataclasses
-import faulthandler
 import functools
-import os
-import sys
-import time
-import traceback
 import types
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
+import engine_cases
 import sglang_twins
 import torch
+from engine_process import (
+    CHECKPOINTS,
+    MAX_TOKENS,
+    RANK,
+    WORLD,
+    Engine,
+    attempt,
+    dead_rank,
+    main,
+    next_port,
+    report,
+)
 from safetensors.torch import load_file
 
 sglang_twins.install()
@@ -45,15 +47,9 @@ from sglang.srt.server_args import ServerArgs  # noqa: E402
 
 from ep_moe.config import Layout  # noqa: E402
 
-WORLD, RANK, PORT = (int(text) for text in sys.argv[1:4])
-CHECKPOINTS = Path(sys.argv[4])
 OLD = sglang.__version__ == "0.5.17"
-MAX_TOKENS = 64
-FLOAT32_LIMIT, ROUNDED_LIMIT = 1e-5, 1e-2
-OURS = "ep_moe_adopted"  # of a method's class that computes here
 SCALED = ("fp8_block", "fp8_tensor", "fp8_modelopt", "fp8_token", "int8_block", "int8_token")
 ROUNDED = tuple(f"qwen3_moe_{form}" for form in (*SCALED, "nvfp4", "nvfp4_modelopt", "mxfp8_inverse"))  # tokens too
-ONE_LAYER = ("deepseek_v3",)  # the others have two with experts
 FORMATS: dict[str, tuple[str, ...]] = {  # of packed weights and others that have one case: a2a, and more options
     "fp8_token": ("none", "--quantization", "w8a8_fp8"),
     "int8_token": ("deepep", "--quantization", "w8a8_int8"),
@@ -79,12 +75,10 @@ if OLD:  # it refuses weights alone in NVFP4, and loads zero points of moe_wna16
 
 
 @dataclasses.dataclass
-class Engine:
-    """A model of SGLang's own class, loaded by its own loader; its MoE blocks are called one by one."""
+class SglangEngine(Engine):
+    """A model of SGLang, whose MoE blocks are called one by one."""
 
-    name: str
-    a2a: str
-    model: Any = None
+    a2a: str = "none"
 
     @property
     def blocks(self) -> dict[int, Any]:
@@ -95,27 +89,6 @@ class Engine:
     def experts(self) -> list[FusedMoE]:
         """The layers of routed experts."""
         return [block.experts for block in self.blocks.values()]
-
-    @property
-    def state(self) -> Any:
-        """Of our first layer."""
-        return self.experts[0].quant_method.ep_moe
-
-    @property
-    def group(self) -> Any:
-        """The ranks, as our transports know them."""
-        return self.state.group
-
-    @property
-    def plugin(self) -> Any:
-        """What our layers of this process share."""
-        return self.state.plugin
-
-    def use(self, layout: Layout | None) -> None:
-        """Load the parameters again with another layout, as SGLang does after a reload of weights."""
-        self.plugin.config = dataclasses.replace(self.plugin.config, layout=layout)
-        for layer in self.experts:
-            layer.quant_method.process_weights_after_loading(layer)
 
     def rows_of(self, total: int, first: int) -> slice:
         """This rank's rows of all: with rows of its own, rank 0 has the first and the last rank the others."""
@@ -142,31 +115,16 @@ class Engine:
                 output = parallel_state.get_tp_group().all_reduce(output)
         return output[: output.shape[0] - padded]
 
-    def check_ours(self) -> None:
-        """Every layer of experts is ours."""
-        ours = [hasattr(type(layer.quant_method), OURS) for layer in self.experts]
-        assert len(ours) == (1 if self.name in ONE_LAYER else 2), ours
-        assert all(ours), ours
-
     def check(self, first: int = 9, padded: int = 0) -> float:
         """Compare the output of every block with the reference; return the largest error.
 
         Args: first: rows of rank 0 if ranks have rows of their own.
         """
-        worst = 0.0
+        pairs = []
         for layer, (given, wanted) in torch.load(CHECKPOINTS / self.name / "blocks.pt").items():
             mine = self.rows_of(given.shape[0], first)
-            difference = self.call(self.blocks[layer], given[mine], padded) - wanted[mine]
-            if difference.numel() == 0:
-                continue
-            if self.name in ROUNDED:
-                relative = difference.norm(dim=-1) / wanted[mine].norm(dim=-1)
-                worst = max(worst, float(relative.nan_to_num(9).max()))
-            else:
-                worst = max(worst, float(difference.abs().nan_to_num(9).max()))
-        limit = ROUNDED_LIMIT if self.name in ROUNDED else FLOAT32_LIMIT
-        assert worst < limit, f"{self.name}: {worst:.2e} is not below {limit:g}"
-        return worst
+            pairs.append((self.call(self.blocks[layer], given[mine], padded), wanted[mine]))
+        return self.compare(pairs, rounded=self.name in ROUNDED)
 
 
 def reduces(block: Any) -> bool:
@@ -205,7 +163,7 @@ def publish(args: ServerArgs) -> None:
 
 
 @contextlib.contextmanager
-def engine(name: str, a2a: str, *more: str) -> Iterator[Engine]:
+def engine(name: str, a2a: str, *more: str) -> Iterator[SglangEngine]:
     """SGLang's ranks and the model of a checkpoint."""
     args = arguments(name, a2a, *more)
     publish(args)
@@ -224,7 +182,7 @@ def engine(name: str, a2a: str, *more: str) -> Iterator[Engine]:
     if OLD:  # its blocks ask where logical experts are
         found = expert_location.ExpertLocationMetadata.init_trivial(args, config, RANK)
         expert_location.set_global_expert_location_metadata(found, allow_overwrite=True)
-    made = Engine(name, a2a)
+    made = SglangEngine(name, a2a=a2a)
     try:
         load, device = LoadConfig(load_format="safetensors"), DeviceConfig("cpu")
         made.model = get_model(model_config=config, load_config=load, device_config=device)
@@ -234,31 +192,7 @@ def engine(name: str, a2a: str, *more: str) -> Iterator[Engine]:
         parallel_state.destroy_distributed_environment()
 
 
-def next_port() -> int:
-    """A port that no earlier engine of this process has used."""
-    global PORT
-    PORT += 1
-    return PORT
-
-
-def say(text: str) -> None:
-    """A line of the report."""
-    print(f"rank {RANK} of {WORLD}: {text} ({time.monotonic() - START:.1f} s)", flush=True)
-
-
-def attempt(case: Callable[..., None], *args: Any, name: str = "") -> None:
-    """Run a case; one that fails is noted, so that a run shows all that do."""
-    name = name or case.__name__
-    try:
-        case(*args)
-        say(f"{name}: ok")
-    except (Exception, pytest.fail.Exception):  # noqa: BLE001 all of them are shown, and the process fails
-        FAILED.append(name)
-        traceback.print_exc()
-        say(f"{name}: FAILED")
-
-
-def family(name: str, a2a: str, *more: str) -> Iterator[Engine]:
+def family(name: str, a2a: str, *more: str) -> Iterator[SglangEngine]:
     """A model in every layout, with uneven rows, none on one rank, and rows of padding; then what the caller adds."""
     with engine(name, a2a, *more) as made:
         made.check_ours()
@@ -267,11 +201,11 @@ def family(name: str, a2a: str, *more: str) -> Iterator[Engine]:
             for extend in (True, False) if layout is None else (True,):
                 dp_attention.set_is_extend_in_batch(extend)
                 text = f"{'prompts' if extend else 'decode'}, " if layout is None else ""
-                say(f"{name}, a2a {a2a}, {text}layout {layout.value if layout else 'auto'}: {made.check():.1e}")
+                report(f"{name}, a2a {a2a}, {text}layout {layout.value if layout else 'auto'}: {made.check():.1e}")
         made.use(None)
         if a2a == "deepep":
-            say(f"{name}, a2a {a2a}, all rows on one rank: {made.check(first=0):.1e}")
-        say(f"{name}, a2a {a2a}, 5 rows of padding: {made.check(padded=5):.1e}")
+            report(f"{name}, a2a {a2a}, all rows on one rank: {made.check(first=0):.1e}")
+        report(f"{name}, a2a {a2a}, 5 rows of padding: {made.check(padded=5):.1e}")
         yield made
 
 
@@ -315,12 +249,12 @@ def packed(form: str, a2a: str, *more: str) -> None:
         made.use(None)
         for extend in (True, False):
             dp_attention.set_is_extend_in_batch(extend)
-            say(f"{name}, a2a {a2a}, {'prompts' if extend else 'decode'}: {made.check():.1e}")
+            report(f"{name}, a2a {a2a}, {'prompts' if extend else 'decode'}: {made.check():.1e}")
         tensors = load_file(CHECKPOINTS / name / "model.safetensors")
         made.model.load_weights((key, tensor) for key, tensor in tensors.items() if ".experts." in key)
         made.use(None)
-        say(f"{name}, a2a {a2a}, loaded again: {made.check():.1e}")
-        attempt(sglang_formats.swaps_are_seen, made, name=f"swaps_are_seen in {name}")
+        report(f"{name}, a2a {a2a}, loaded again: {made.check():.1e}")
+        attempt(engine_cases.swaps_are_seen, made, made.state.of_step().weights.w13, name=f"swaps_are_seen in {name}")
         if form == "awq":  # zero points move with their experts
             attempt(sglang_cases.parameters_stay, made, 8)
         if form == "nvfp4_modelopt":
@@ -336,14 +270,9 @@ def equal_rows() -> None:
         attempt(sglang_cases.factor_of_the_router, made)
 
 
-def dead_rank() -> None:
-    """The last case of a process."""
-    with engine("qwen3_moe_even", "deepep") as made:
-        if RANK < WORLD - 1:
-            attempt(sglang_cases.dead_rank, made)
-        if not FAILED:
-            say("all cases passed")
-        os._exit(len(FAILED))
+def last_rank_ends() -> None:
+    """The others name it."""
+    dead_rank(engine("qwen3_moe_even", "deepep"), sglang_cases.dead_rank)
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -361,18 +290,10 @@ CASES: dict[str, Callable[[], None]] = {
 if WORLD == 1:  # SGLang does not load unquantized gpt-oss on several expert-parallel ranks
     CASES["gpt_oss"] = functools.partial(plain, "gpt_oss", "none")
 else:
-    CASES |= {"qwen3_moe_two_batches": two_batches, "dead_rank": dead_rank}
+    CASES |= {"qwen3_moe_two_batches": two_batches, "dead_rank": last_rank_ends}
 
-
-FAILED: list[str] = []
 
 if __name__ == "__main__":
-    START = time.monotonic()
-    faulthandler.dump_traceback_later(float(os.environ["EP_MOE_ENGINE_SECS"]), exit=True)
     sglang_twins.install_twins()
     load_plugins()
-    for case in [name for name in CASES if name in (sys.argv[5:] or CASES)]:
-        attempt(CASES[case], name=case)
-    if FAILED:
-        sys.exit(f"failed: {', '.join(FAILED)}")
-    say("all cases passed")
+    main(CASES)

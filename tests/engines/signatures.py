@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from run import ROOT, cache_folder, unpacked
+from releases import ROOT, cache_folder, unpacked
 
 from ep_moe import functional
 from ep_moe.config import RoutingMethod

@@ -6,16 +6,18 @@ Letters: T rows on this rank, H hidden, K top-k, E experts.
 import contextlib
 import copy
 import dataclasses
+import functools
 import logging
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import engine_cases
 import pytest
 import torch
 import vllm
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from engine_cases import Rows, random_rows
 from vllm.distributed import get_ep_group
 from vllm.distributed.eplb.eplb_communicator import create_eplb_communicator
 from vllm.distributed.eplb.rebalance_execute import rearrange_expert_weights_inplace
@@ -29,32 +31,18 @@ from vllm.v1.worker import ubatching
 from vllm_twins import DEVICE
 
 from ep_moe.config import Layout
-from ep_moe.engines.common.hooks import check_hooks, check_version
 from ep_moe.engines.vllm.eligibility import kind_of_layer
 from ep_moe.engines.vllm.experts import EpMoeBatchedExperts
 from ep_moe.engines.vllm.hooks import HOOKS, TESTED
 from ep_moe.engines.vllm.prepare_finalize import EpMoePrepareAndFinalize, RoundOptions
-from ep_moe.group import PeerLostError
 from ep_moe.quant import get_scheme
-
-
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """The input of a layer on one rank."""
-
-    x: torch.Tensor  # [T, H]
-    ids: torch.Tensor  # [T, K] int32
-    weights: torch.Tensor  # [T, K]
 
 
 def rows_of(made: Any, rank: int, num_rows: int, seed: int = 0) -> Rows:
     """Random rows of a rank."""
-    random = torch.Generator().manual_seed(100 * seed + rank)
     moe = made.experts[0].moe_config
-    x = torch.randn(num_rows, moe.hidden_dim, generator=random)
-    scores = torch.rand(num_rows, moe.num_experts, generator=random)
-    weights, ids = scores.topk(moe.experts_per_token, dim=-1)
-    return Rows(x.to(DEVICE), ids.to(DEVICE, torch.int32), weights.to(DEVICE))
+    rows = random_rows(rank, num_rows, moe.hidden_dim, moe.num_experts, moe.experts_per_token, seed)
+    return Rows(rows.x.to(DEVICE), rows.ids.to(DEVICE), rows.weights.to(DEVICE))
 
 
 def call(made: Any, rows: Rows, counts: list[int] | None = None) -> torch.Tensor:
@@ -67,40 +55,15 @@ def call(made: Any, rows: Rows, counts: list[int] | None = None) -> torch.Tensor
         return made.experts[0].forward_modular(x=rows.x, topk_weights=rows.weights, topk_ids=rows.ids)
 
 
-def any_rank(made: Any, found: bool) -> bool:
-    """Whether it was found on any rank."""
-    return any(made.group.all_gather_object(found))
-
-
 def faults_are_seen(made: Any) -> None:
-    """The comparison of logits fails with two experts swapped, with a token lost, and with a layer that is not ours."""
-
-    def fails() -> bool:
-        try:
-            made.check_ours()
-            made.check()
-        except AssertionError:
-            return any_rank(made, True)
-        return any_rank(made, False)
-
-    assert not fails()
-    layer = made.experts[0]
-    order = [1, 0, *range(2, layer.w13_weight.shape[0])]
-    layer.w13_weight.data.copy_(layer.w13_weight.data[order])
-    assert fails(), "two swapped experts were not seen"
-    layer.w13_weight.data.copy_(layer.w13_weight.data[order])
+    """`engine_cases.faults_are_seen`."""
     rows = EpMoePrepareAndFinalize._rows
 
     def without_first(self: Any, a1: Any, weights: Any, ids: torch.Tensor, on_input: bool) -> Any:
         return rows(self, a1, weights, ids.index_fill(0, torch.tensor([0], device=DEVICE), -1), on_input)
 
-    with mock.patch.object(EpMoePrepareAndFinalize, "_rows", without_first):
-        assert fails(), "a lost token was not seen"
-    ours = type(layer.quant_method)
-    layer.quant_method.__class__ = ours.__mro__[1]
-    assert fails(), "a layer that is not ours was not seen"
-    layer.quant_method.__class__ = ours
-    assert not fails()
+    losing = mock.patch.object(EpMoePrepareAndFinalize, "_rows", without_first)
+    engine_cases.faults_are_seen(made, losing)
 
 
 def halves_in_order(made: Any) -> None:
@@ -132,37 +95,26 @@ def halves_in_order(made: Any) -> None:
 
 def parameters_stay(made: Any) -> None:
     """What vLLM's expert load balancer needs: views of all parameters, to which it writes while ranks serve."""
-    layer, rows = made.experts[0], rows_of(made, made.rank, 6)
-    before = call(made, rows)
+    layer = made.experts[0]
     views = layer.get_expert_weights()
     assert all(view.shape[0] == layer.local_num_experts for view in views)
     first = made.rank * (layer.moe_config.num_experts // made.dp + bool(layer.moe_config.num_experts % made.dp))
-    for view in views:
-        view.data.copy_(view.data[[1, 0, *range(2, view.shape[0])]])
     starts = made.group.all_gather_object(first)
-    moved = rows.ids.clone()
-    for start in starts:
-        moved[rows.ids == start], moved[rows.ids == start + 1] = start + 1, start
-    assert torch.equal(call(made, dataclasses.replace(rows, ids=moved)), before)
-    for view in views:
-        view.data.copy_(view.data[[1, 0, *range(2, view.shape[0])]])
-    assert torch.equal(call(made, rows), before)
+    engine_cases.parameters_stay(functools.partial(call, made), rows_of(made, made.rank, 6), views, starts)
 
 
 def balanced(made: Any) -> None:
-    """vLLM's expert load balancer moves experts between ranks, there and back; outputs differ by the order of sums."""
-    layer, group, rows = made.experts[0], get_ep_group(), rows_of(made, made.rank, 6)
-    before, weights = call(made, rows), [list(layer.get_expert_weights())]
+    """vLLM's expert load balancer moves experts between ranks."""
+    layer, group = made.experts[0], get_ep_group()
+    weights = [list(layer.get_expert_weights())]
     buffers = [torch.empty_like(view) for view in weights[0]]
     communicator = create_eplb_communicator(group, "torch_nccl", weights, buffers)
-    plain = torch.arange(layer.moe_config.num_experts)[None]
-    turned = plain.roll(3, dims=1)  # logical expert of each physical one
-    for old, new in ((plain, turned), (turned, plain)):
-        rearrange_expert_weights_inplace(old, new, weights, buffers, group.device_group, communicator)
-        places = new[0].argsort().to(rows.ids)
-        found = call(made, dataclasses.replace(rows, ids=places[rows.ids.long()]))
-        assert float((found - before).abs().max()) < 1e-6, (found - before).abs().max()
-        assert float((call(made, rows) - before).abs().max() < 1e-6) == (new is plain)
+
+    def move(old: torch.Tensor, new: torch.Tensor) -> None:
+        rearrange_expert_weights_inplace(old[None], new[None], weights, buffers, group.device_group, communicator)
+
+    count = layer.moe_config.num_experts
+    engine_cases.balanced(functools.partial(call, made), rows_of(made, made.rank, 6), count, move)
 
 
 def ranks_without_rows(made: Any) -> None:
@@ -335,35 +287,11 @@ def other_layers(made: Any) -> None:
 
 
 def hooks_are_checked() -> None:
-    """A hook that is missing or takes other arguments is named with engine and version; so is another version."""
-    words = rf"vLLM {vllm.__version__}: .*FusedMoEKernel.apply takes \(self, x\)"
-    changed = mock.patch.object(mk.FusedMoEKernel, "apply", lambda self, x: x)
-    with changed, pytest.raises(RuntimeError, match=words):
-        check_hooks("vLLM", vllm.__version__, TESTED, HOOKS)
-    prepare = mk.FusedMoEPrepareAndFinalizeModular.prepare_async
-    del mk.FusedMoEPrepareAndFinalizeModular.prepare_async
-    try:
-        with pytest.raises(RuntimeError, match=f"vLLM {vllm.__version__} has no .*prepare_async.*0.26.0 and 0.33.0"):
-            check_hooks("vLLM", vllm.__version__, TESTED, HOOKS)
-    finally:
-        mk.FusedMoEPrepareAndFinalizeModular.prepare_async = prepare
-    check_hooks("vLLM", vllm.__version__, TESTED, HOOKS)
-    log = mock.Mock(spec=logging.Logger)
-    check_version("vLLM", vllm.__version__, TESTED, log)
-    log.warning.assert_not_called()
-    check_version("vLLM", "9.9", TESTED, log)
-    log.warning.assert_called_once()
-
-
-def rounds(made: Any, count: int) -> None:
-    """Several rounds: the first may still have the rows of a rank that then died."""
-    for _ in range(count):
-        call(made, rows_of(made, made.rank, 4))
+    """Hooks of vLLM that are missing or changed."""
+    changed, gone = (mk.FusedMoEKernel, "apply"), (mk.FusedMoEPrepareAndFinalizeModular, "prepare_async")
+    engine_cases.hooks_are_checked("vLLM", vllm.__version__, TESTED, HOOKS, changed, gone)
 
 
 def dead_rank(made: Any) -> None:
-    """The last rank is gone; the others name it, in bounded time."""
-    began = time.monotonic()
-    with pytest.raises(PeerLostError, match=f"rank {made.dp - 1}"):
-        rounds(made, 3)
-    assert time.monotonic() - began < 30
+    """The last rank is gone."""
+    engine_cases.dead_rank(lambda: call(made, rows_of(made, made.rank, 4)), made.dp - 1)

@@ -3,10 +3,10 @@
 from types import SimpleNamespace
 from typing import Any
 
+import engine_cases
 import pytest
 import torch
 from vllm.model_executor.model_loader import get_model_loader
-from vllm_cases import any_rank
 
 from ep_moe.engines.vllm.parameters import format_of
 
@@ -21,22 +21,8 @@ def reloaded(made: Any) -> None:
 
 
 def swaps_are_seen(made: Any) -> None:
-    """The comparison of logits fails with the values, the scales or the zero points of two experts swapped."""
-    kernel = made.experts[0].quant_method.moe_kernel
-    for name, tensor in kernel.fused_experts._weights.w13.tensors.items():
-        if bool((tensor == tensor[:1]).all()):
-            continue  # all experts have the same
-        view = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-        order = [1, 0, *range(2, view.shape[0])]
-        view.copy_(view[order])
-        try:
-            made.check()
-            seen = False
-        except AssertionError:
-            seen = True
-        assert any_rank(made, seen), f"swapped {name} were not seen"
-        view.copy_(view[order])
-    made.check()
+    """`engine_cases.swaps_are_seen`."""
+    engine_cases.swaps_are_seen(made, made.experts[0].quant_method.moe_kernel.fused_experts._weights.w13)
 
 
 def formats_are_refused() -> None:

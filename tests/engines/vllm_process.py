@@ -1,30 +1,30 @@
-"""One rank of one version of vLLM: all cases, one after another, since importing vLLM takes 20 seconds.
-
-Run as `python vllm_process.py WORLD RANK PORT CHECKPOINTS [CASE ...]`, with vLLM, its dependencies and a folder of
-entry points on PYTHONPATH and EP_MOE_VLLM=1; EP_MOE_ENGINE_DEVICE=cuda puts models on a GPU. It prints a line per case;
-the last one is "all cases passed".
-"""
+"""All cases of one rank of one version of vLLM, by `engine_process`; EP_MOE_ENGINE_DEVICE=cuda puts models on a GPU."""
 
 import contextlib
 import dataclasses
-import faulthandler
 import functools
-import os
-import sys
-import time
-import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import vllm
 import vllm_cases
 import vllm_formats
 import vllm_twins
+from engine_process import (
+    CHECKPOINTS,
+    MAX_TOKENS,
+    RANK,
+    WORLD,
+    Engine,
+    attempt,
+    dead_rank,
+    main,
+    next_port,
+    report,
+)
 from prompts import prompts
-from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+from vllm.config import DeviceConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
@@ -34,16 +34,10 @@ from vllm_twins import DEVICE
 
 from ep_moe.config import Layout
 
-WORLD, RANK, PORT = (int(text) for text in sys.argv[1:4])
-CHECKPOINTS = Path(sys.argv[4])
-MAX_TOKENS = 64
-FLOAT32_LIMIT, ROUNDED_LIMIT = 1e-5, 1e-2
-OURS = "ep_moe_adopted"  # of a method's class that computes here
 SCALED = ("fp8_block", "fp8_tensor", "fp8_modelopt", "fp8_token", "int8_token")
 ROUNDED = tuple(
     f"qwen3_moe_{form}" for form in (*SCALED, "nvfp4", "nvfp4_modelopt", "mxfp8", "mxfp8_modelopt")
 )  # tokens too
-ONE_LAYER = ("deepseek_v3",)  # the others have two with experts
 OLD = vllm.__version__ == "0.26.0"
 FORMATS: dict[str, dict[str, str]] = {  # of packed weights and others that have one case: more options
     "fp8_modelopt": {},
@@ -75,14 +69,11 @@ else:  # two ranks run the others
 
 
 @dataclasses.dataclass
-class Engine:
-    """A model of vLLM's own class, loaded by its own loader, on ranks with data or tensor parallelism."""
+class VllmEngine(Engine):
+    """A model of vLLM, on ranks with data or tensor parallelism."""
 
-    name: str
-    dp: int
-    tp: int
-    config: VllmConfig
-    model: Any = None
+    dp: int = 1
+    config: Any = None
 
     @property
     def experts(self) -> list[Any]:
@@ -94,25 +85,9 @@ class Engine:
         """This rank among those with rows of their own."""
         return RANK % self.dp
 
-    @property
-    def group(self) -> Any:
-        """The ranks, as our transports know them."""
-        return self.experts[0].quant_method.ep_moe.group
-
-    @property
-    def plugin(self) -> Any:
-        """What our layers of this process share."""
-        return self.experts[0].quant_method.ep_moe.plugin
-
-    def use(self, layout: Layout | None) -> None:
-        """Load the parameters again with another layout, as vLLM does after a reload of weights."""
-        self.plugin.config = dataclasses.replace(self.plugin.config, layout=layout)
-        for layer in self.experts:
-            layer.quant_method.process_weights_after_loading(layer)
-
     def forward(self, indices: list[int], padded: int = 0) -> list[torch.Tensor]:
         """Logits of prompts; with data parallelism a rank has those of its own, and `padded` rows behind them."""
-        mine = indices[RANK % self.dp :: self.dp]
+        mine = indices[self.rank :: self.dp]
         lengths = [len(prompts()[index]) for index in mine] + [padded] * bool(padded)
         ids = torch.cat([*(prompts()[index] for index in mine), torch.zeros(padded, dtype=torch.int64)])
         vllm_twins.LENGTHS[:] = lengths
@@ -127,33 +102,19 @@ class Engine:
             logits = self.model.compute_logits(self.model(ids.to(DEVICE), positions.to(DEVICE)))
         return list(logits.split(lengths))[: len(mine)]
 
-    def check_ours(self) -> None:
-        """Every layer of experts is ours."""
-        ours = [hasattr(type(layer.quant_method), OURS) for layer in self.experts]
-        assert len(ours) == (1 if self.name in ONE_LAYER else 2), ours
-        assert all(ours), ours
-
     def check(self, padded: int = 0) -> float:
         """Compare the logits of all prompts with the reference; return the largest error."""
         reference = torch.load(CHECKPOINTS / self.name / "reference.pt", map_location=DEVICE)
-        indices = list(range(len(reference)))
-        worst = 0.0
-        for index, found in zip(indices[RANK % self.dp :: self.dp], self.forward(indices, padded), strict=True):
-            difference = found - reference[index]
-            if self.name in ROUNDED:
-                worst = max(worst, float((difference.norm(dim=-1) / reference[index].norm(dim=-1)).nan_to_num(9).max()))
-            else:
-                worst = max(worst, float(difference.abs().nan_to_num(9).max()))
-        limit = ROUNDED_LIMIT if self.name in ROUNDED else FLOAT32_LIMIT
-        assert worst < limit, f"{self.name}: {worst:.2e} is not below {limit:g}"
-        return worst
+        found = self.forward(list(range(len(reference))), padded)
+        pairs = zip(found, reference[self.rank :: self.dp], strict=True)
+        return self.compare(pairs, rounded=self.name in ROUNDED)
 
 
 @contextlib.contextmanager
-def engine(name: str, *, tp: int = 1, **options: Any) -> Iterator[Engine]:
+def engine(name: str, *, tp: int = 1, **options: Any) -> Iterator[VllmEngine]:
     """vLLM's ranks and the model of a checkpoint."""
     dp = WORLD // tp
-    port = next_port()
+    port = next_port(10)
     config = EngineArgs(
         model=str(CHECKPOINTS / name),
         skip_tokenizer_init=True,
@@ -181,7 +142,7 @@ def engine(name: str, *, tp: int = 1, **options: Any) -> Iterator[Engine]:
             backend="gloo",
         )
         parallel_state.initialize_model_parallel(tp, 1)
-        made = Engine(name, dp, tp, config)
+        made = VllmEngine(name, dp=dp, config=config)
         try:
             made.model = get_model(vllm_config=config)
             yield made
@@ -190,39 +151,15 @@ def engine(name: str, *, tp: int = 1, **options: Any) -> Iterator[Engine]:
             parallel_state.destroy_distributed_environment()
 
 
-def next_port() -> int:
-    """The first of ten ports that no earlier engine of this process has used."""
-    global PORT
-    PORT += 10
-    return PORT
-
-
-def say(text: str) -> None:
-    """A line of the report."""
-    print(f"rank {RANK} of {WORLD}: {text} ({time.monotonic() - START:.1f} s)", flush=True)
-
-
-def attempt(case: Callable[..., None], *arguments: Any, name: str = "") -> None:
-    """Run a case; one that fails is noted, so that a run shows all that do."""
-    name = name or case.__name__
-    try:
-        case(*arguments)
-        say(f"{name}: ok")
-    except (Exception, pytest.fail.Exception):  # noqa: BLE001 all of them are shown, and the process fails
-        FAILED.append(name)
-        traceback.print_exc()
-        say(f"{name}: FAILED")
-
-
-def family(name: str, tp: int = 1) -> Iterator[Engine]:
+def family(name: str, tp: int = 1) -> Iterator[VllmEngine]:
     """A model in every layout, with and without rows of padding; then what the caller adds."""
     with engine(name, tp=tp) as made:
         made.check_ours()
         for layout in (None, *Layout):
             made.use(layout)
             error = made.check()
-            say(f"{name}, tp {tp}, layout {'auto' if layout is None else layout.value}: {error:.1e}")
-        say(f"{name}, tp {tp}, 5 rows of padding: {made.check(padded=5):.1e}")
+            report(f"{name}, tp {tp}, layout {'auto' if layout is None else layout.value}: {error:.1e}")
+        report(f"{name}, tp {tp}, 5 rows of padding: {made.check(padded=5):.1e}")
         yield made
 
 
@@ -260,23 +197,18 @@ def packed(form: str, **options: Any) -> None:
     name = f"qwen3_moe_{CHECKPOINT.get(form, form)}"
     with engine(name, **options) as made:
         made.check_ours()
-        say(f"{form}, layout auto: {made.check():.1e}")
+        report(f"{form}, layout auto: {made.check():.1e}")
         made.use(Layout.FLAT)
-        say(f"{form}, layout flat: {made.check():.1e}")
+        report(f"{form}, layout flat: {made.check():.1e}")
         attempt(vllm_formats.reloaded, made, name=f"reloaded in {form}")
         attempt(vllm_formats.swaps_are_seen, made, name=f"swaps_are_seen in {form}")
         if form == "awq":  # zero points move with their experts
             attempt(vllm_cases.parameters_stay, made)
 
 
-def dead_rank() -> None:
-    """The last case of a process."""
-    with engine("qwen3_moe") as made:
-        if RANK < WORLD - 1:
-            attempt(vllm_cases.dead_rank, made)
-        if not FAILED:
-            say("all cases passed")
-        os._exit(len(FAILED))
+def last_rank_ends() -> None:
+    """The others name it."""
+    dead_rank(engine("qwen3_moe"), vllm_cases.dead_rank)
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -288,20 +220,12 @@ CASES: dict[str, Callable[[], None]] = {
     "gpt_oss_mxfp4": functools.partial(plain, "gpt_oss_mxfp4"),
 }
 if WORLD > 1:
-    CASES |= {"deepseek_v3_tp": functools.partial(deepseek_v3, tp=WORLD), "dead_rank": dead_rank}
+    CASES |= {"deepseek_v3_tp": functools.partial(deepseek_v3, tp=WORLD), "dead_rank": last_rank_ends}
 
-
-FAILED: list[str] = []
 
 if __name__ == "__main__":
-    START = time.monotonic()
-    faulthandler.dump_traceback_later(float(os.environ["EP_MOE_ENGINE_SECS"]), exit=True)
     vllm_twins.install()
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
-    for case in [name for name in CASES if name in (sys.argv[5:] or CASES)]:
-        attempt(CASES[case], name=case)
-    if FAILED:
-        sys.exit(f"failed: {', '.join(FAILED)}")
-    say("all cases passed")
+    main(CASES)

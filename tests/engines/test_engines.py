@@ -1,0 +1,106 @@
+"""`pytest -m engines`: the plug-ins in real releases of serving engines, on a CPU, without their compiled parts.
+
+    pytest -m engines [-k vllm-0.33.0 | -k signatures] [-s]
+
+-s shows the line of each case, with its largest error. The last test compares the calls of `ep_moe.functional` with the
+releases whose calls they are. Environment variables:
+- EP_MOE_ENGINE_CASES: the cases to run, separated by spaces; all by default.
+- EP_MOE_ENGINE_CACHE: a folder for wheels and dependencies, by default ~/.cache/ep_moe_engines.
+- EP_MOE_REQUIRE_ENGINES=1: an engine that cannot be had is a failure; else it is skipped, as "engine NOT tested".
+- EP_MOE_ENGINE_DEVICE=cuda: vLLM's models on one GPU, which its ranks share; its platform and the twins stay a CPU's.
+- EP_MOE_ENGINE_TIMEOUT_SECS: for the cases of a release, 300.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from releases import (
+    COMPARED,
+    DEVICE,
+    ENGINES,
+    ENVIRON,
+    HERE,
+    ROOT,
+    SHOWN_CHARS,
+    TIMEOUT_SECS,
+    WORLDS,
+    Unavailable,
+    cache_folder,
+    dependencies,
+    entry_points,
+    start,
+    unpacked,
+)
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(2 * TIMEOUT_SECS + 600)]
+
+
+@contextlib.contextmanager
+def needed(name: str) -> Iterator[None]:
+    """Skips a test whose release cannot be had, or fails if all are required."""
+    try:
+        yield
+    except Unavailable as error:
+        end = pytest.fail if os.environ.get("EP_MOE_REQUIRE_ENGINES") == "1" else pytest.skip
+        end(f"engine NOT tested: {name}, {error}")
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with checkpoints and entry points."""
+    folder = tmp_path_factory.mktemp("engines")
+    entry_points(folder / "entries")
+    command = [sys.executable, str(HERE / "checkpoints.py"), str(folder / "checkpoints")]
+    subprocess.run(command, env=ENVIRON, check=True, stderr=subprocess.DEVNULL)
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def downloads(request: pytest.FixtureRequest) -> Iterator[list[Future[Path]]]:
+    """Releases that are only compared, downloaded while engines run."""
+    compared = any(item.name.startswith("test_signatures") for item in request.session.items)
+    with ThreadPoolExecutor(1) as pool:
+        yield [pool.submit(unpacked, *release, cache_folder()) for release in COMPARED[:2] if compared]
+
+
+@pytest.mark.parametrize(("name", "version"), ENGINES, ids=["-".join(release) for release in ENGINES])
+def test_a_release(name: str, version: str, work: Path) -> None:
+    """The cases of a release on 1 and 2 ranks at the same time."""
+    if DEVICE == "cuda" and name == "sglang":
+        pytest.skip("on a GPU it calls compiled kernels of its own")
+    cache = cache_folder()
+    with needed(f"{name} {version}"):
+        paths = [unpacked(name, version, cache), dependencies(name, version, cache), work / "entries", ROOT, HERE]
+    ranks = [(world, rank) for world in WORLDS for rank in range(world)]
+    running = {(world, rank): start(name, paths, work, world, rank) for world, rank in ranks}
+    deadline, failed = time.monotonic() + TIMEOUT_SECS, []
+    for (world, rank), process in running.items():
+        try:
+            code = process.wait(max(1.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = None
+        text = (work / f"{world}-{rank}.log").read_text()
+        lines = [line for line in text.splitlines() if line.startswith("rank ")]
+        print("\n".join(f"{name} {version}, {line}" for line in lines), flush=True)
+        if code != 0 or "all cases passed" not in text:
+            shown = "\n".join(line for line in text.splitlines() if "Loading" not in line and "WARNING" not in line)
+            failed.append(f"rank {rank} of {world} (exit code {code}):\n{shown[-SHOWN_CHARS:]}")
+    assert not failed, "\n".join(failed)
+
+
+def test_signatures(downloads: list[Future[Path]]) -> None:
+    """The signatures of `ep_moe.functional` are those of other libraries' calls."""
+    with needed("signatures"):
+        for download in downloads:
+            download.result()
+        for release in COMPARED:
+            unpacked(*release, cache_folder())
+    subprocess.run([sys.executable, str(HERE / "signatures.py"), str(cache_folder())], env=ENVIRON, check=True)
