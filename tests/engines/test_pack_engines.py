@@ -4,10 +4,8 @@ import struct
 import sys
 from pathlib import Path
 
-import pytest
-
-sys.path.append(str(Path(__file__).parent / "engines"))
 import pack
+import pytest
 
 
 def entry(kind: int, architecture: int, payload: bytes) -> bytes:

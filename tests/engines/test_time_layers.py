@@ -2,20 +2,17 @@
 
 import argparse
 import dataclasses
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import time_layers
 import torch
 
 from ep_moe.group import EPGroup
 from ep_moe.report.page import render
 from ep_moe.report.records import OURS, RowsFile, read_records
-
-sys.path.append(str(Path(__file__).parent / "engines"))
-import time_layers
 
 SMALL = time_layers.Case(
     preset="qwen3-30b", hidden=64, intermediate=32, num_experts={1: 8, 2: 8}, num_topk=2, scheme="none"
