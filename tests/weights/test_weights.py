@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -98,9 +99,14 @@ def expected_layer(tensors: dict, family: str, layer: int, experts: list[int]) -
     return torch.stack(gate_up), torch.stack(down)
 
 
-@pytest.mark.parametrize("num_files", [1, 3], ids=["one_file", "three_files"])
-@pytest.mark.parametrize("family", CONFIGS)
+def assert_layer(found: ExpertWeights, tensors: dict, family: str, layer: int, experts: list[int]) -> None:
+    w13, w2 = expected_layer(tensors, family, layer, experts)
+    assert torch.equal(found.w13.values, w13.to(found.w13.values.dtype))
+    assert torch.equal(found.w2.values, w2.to(found.w2.values.dtype))
+
+
 @pytest.mark.parametrize("name", ["linear", "round_robin"])
+@pytest.mark.parametrize(("family", "num_files"), [("qwen3_moe", 1), ("qwen3_moe", 3), ("mixtral", 3)])
 def test_every_rank_reads_its_experts_bit_for_bit(tmp_path: Path, family: str, num_files: int, name: str) -> None:
     tensors = write_checkpoint(tmp_path, family, num_files=num_files)
     owned = {"linear": [[0, 1, 2], [3, 4]], "round_robin": [[0, 2, 4], [1, 3]]}[name]
@@ -108,9 +114,8 @@ def test_every_rank_reads_its_experts_bit_for_bit(tmp_path: Path, family: str, n
         weights = ExpertWeights.from_pretrained(tmp_path, create_placement(name, 5, 2), rank)
         assert list(weights) == list(LAYERS)
         for layer, found in weights.items():
-            w13, w2 = expected_layer(tensors, family, layer, experts)
-            assert torch.equal(found.w13.values, w13)
-            assert torch.equal(found.w2.values, w2)
+            assert found.w13.values.dtype == torch.bfloat16
+            assert_layer(found, tensors, family, layer, experts)
             assert found.w13.scale is None
             assert found.scheme is SCHEMES["none"]
 
@@ -119,19 +124,16 @@ def test_a_tensor_in_many_portions(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     tensors = write_checkpoint(tmp_path, "mixtral")
     monkeypatch.setattr(storage, "PORTION_BYTES", 5 * HIDDEN * 2)  # 5 rows, which divides neither matrix
     weights = ExpertWeights.from_pretrained(tmp_path, Placement.linear(5, 2), 1)[11]
-    w13, w2 = expected_layer(tensors, "mixtral", 11, [3, 4])
-    assert torch.equal(weights.w13.values, w13)
-    assert torch.equal(weights.w2.values, w2)
+    assert_layer(weights, tensors, "mixtral", 11, [3, 4])
 
 
 def test_redundant_copies_layers_and_dtype(tmp_path: Path) -> None:
     tensors = write_checkpoint(tmp_path, "qwen3_moe")
     placement = Placement((0, 1, 2, 4, 3, 4, 4, 0), (0, 4, 4, 8))
     weights = ExpertWeights.from_pretrained(tmp_path, placement, 2, layers=[11], dtype=torch.float32)
-    w13, w2 = expected_layer(tensors, "qwen3_moe", 11, [3, 4, 4, 0])
     assert list(weights) == [11]
-    assert torch.equal(weights[11].w13.values, w13.float())
-    assert torch.equal(weights[11].w2.values, w2.float())
+    assert weights[11].w13.values.dtype == weights[11].w2.values.dtype == torch.float32
+    assert_layer(weights[11], tensors, "qwen3_moe", 11, [3, 4, 4, 0])
     nothing = ExpertWeights.from_pretrained(tmp_path, placement, 1, layers=[0])[0]
     assert nothing.w13.values.shape == (0, 2 * INTERMEDIATE, HIDDEN)
     assert nothing.w2.values.shape == (0, HIDDEN, INTERMEDIATE)
@@ -157,9 +159,8 @@ def test_stacked_experts(tmp_path: Path, family: str) -> None:
     tensors = write_stacked(tmp_path, family)
     weights = ExpertWeights.from_pretrained(tmp_path, Placement.round_robin(5, 2), 1)
     for layer in LAYERS:
-        w13, w2 = expected_layer(tensors, family, layer, [1, 3])
-        assert torch.equal(weights[layer].w13.values, w13)
-        assert torch.equal(weights[layer].w2.values, w2)
+        assert weights[layer].w13.values.dtype == torch.float16
+        assert_layer(weights[layer], tensors, family, layer, [1, 3])
 
 
 @pytest.mark.parametrize("scheme", ["none", QUANTIZED[0]])
@@ -678,24 +679,24 @@ def test_links_and_folders_within_a_checkpoint(tmp_path: Path) -> None:
     )
     weights = ExpertWeights.from_pretrained(snapshot, Placement.linear(5, 1), 0)
     for layer, found in weights.items():
-        w13, w2 = expected_layer(tensors, "mixtral", layer, list(range(5)))
-        assert torch.equal(found.w13.values, w13)
-        assert torch.equal(found.w2.values, w2)
+        assert_layer(found, tensors, "mixtral", layer, list(range(5)))
 
 
-def test_bad_arguments(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"layers": [0, 1]}, r"layer 1 .*\[0, 2, 11\]"),
+        ({"placement": Placement.linear(6, 2)}, r"placement has 6 experts, .* has 5"),
+        ({"rank": 2}, r"rank \(2\)"),
+        ({"dtype": torch.int8}, r"torch.int8.*bfloat16"),
+        ({"scheme": "fp3"}, "fp3"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_bad_arguments(tmp_path: Path, arguments: dict[str, Any], words: str) -> None:
     write_checkpoint(tmp_path, "qwen3_moe")
-    placement = Placement.linear(5, 2)
-    with pytest.raises(ValueError, match=r"layer 1 .*\[0, 2, 11\]"):
-        ExpertWeights.from_pretrained(tmp_path, placement, 0, layers=[0, 1])
-    with pytest.raises(ValueError, match=r"placement has 6 experts, .* has 5"):
-        ExpertWeights.from_pretrained(tmp_path, Placement.linear(6, 2), 0)
-    with pytest.raises(ValueError, match=r"rank \(2\)"):
-        ExpertWeights.from_pretrained(tmp_path, placement, 2)
-    with pytest.raises(ValueError, match=r"torch.int8.*bfloat16"):
-        ExpertWeights.from_pretrained(tmp_path, placement, 0, dtype=torch.int8)
-    with pytest.raises(ValueError, match="fp3"):
-        ExpertWeights.from_pretrained(tmp_path, placement, 0, scheme="fp3")
+    with pytest.raises(ValueError, match=words):
+        ExpertWeights.from_pretrained(tmp_path, **{"placement": Placement.linear(5, 2), "rank": 0} | arguments)
 
 
 MEASURE = """
