@@ -22,7 +22,7 @@ import torch
 
 import ep_moe.engines.vllm
 from ep_moe.config import Layout, MoEConfig, TransportConfig
-from ep_moe.engines.common.hooks import Hook, check_hooks, check_version
+from ep_moe.engines.common.hooks import Hook, check_hooks, check_version, hooks_of
 from ep_moe.engines.common.rows import RowShare, rows_to_send, whole_output
 from ep_moe.group import EPGroup
 from ep_moe.layer import ExpertParallelMoE
@@ -49,6 +49,15 @@ def test_a_missing_hook_is_named(hook: Hook, words: str) -> None:
     check_hooks("engine", "3.0", TESTED, [good])
     with pytest.raises(RuntimeError, match=words + ".*1.0 and 2.0"):
         check_hooks("engine", "3.0", TESTED, [good, hook])
+
+
+def test_hooks_are_read_from_text() -> None:
+    found = hooks_of("json:\n  dumps(obj,\n    skipkeys)\n  JSONEncoder.encode\njson.decoder: JSONDecoder(self)")
+    assert [(hook.module, hook.path, hook.parameters) for hook in found] == [
+        ("json", "dumps", ("obj", "skipkeys")),
+        ("json", "JSONEncoder.encode", ()),
+        ("json.decoder", "JSONDecoder", ("self",)),
+    ]
 
 
 def test_another_version_is_one_warning() -> None:
