@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ep_moe.engines.transformers.decoding.rows import RowsPlan
+from ep_moe.engines.transformers.decoding.passes import RowsPlan
 from ep_moe.group import EPGroup
 from ep_moe.serving.core import Leader, LeadRank, ServerEndedError, follow
 from ep_moe.serving.scheduler import Generation, Limits, Progress

@@ -1,110 +1,40 @@
 """Generation by passes of fixed shapes gives the tokens of transformers' own loop; on a CPU the passes run eagerly."""
 
-import contextlib
 import dataclasses
 import json
 import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from helpers.decoding import MODELS, TEXTS, by_passes, by_transformers, captured_on_a_cpu, prompts_of, sharded_model
+from helpers.threads import one_thread  # noqa: F401
+from transformers import GenerationConfig, PreTrainedModel
 
-from ep_moe.app.generate_rank import _padded
 from ep_moe.app.start import SHIPPED_MODEL
 from ep_moe.config import GroupConfig, Layout
-from ep_moe.engines.transformers import GenerationOptions, from_pretrained, generate, shard_experts
+from ep_moe.engines.transformers import GenerationOptions, from_pretrained, generate
 from ep_moe.engines.transformers.decoding import (
     Decoder,
     RowDecoder,
-    decoder,
     decoder_of,
     end_ids_of,
-    loop,
     why_no_graphs,
     why_not_fixed,
 )
 from ep_moe.engines.transformers.decoding.attention import attend
 from ep_moe.engines.transformers.decoding.fixed_cache import FixedCache, windows_of
-from ep_moe.engines.transformers.decoding.sampling import sample, uniform
-from ep_moe.engines.transformers.decoding.sequences import BROKEN, Sequences
+from ep_moe.engines.transformers.decoding.passes import RowStart
+from ep_moe.engines.transformers.decoding.sequences import BROKEN, Sequences, sample, uniform
 from ep_moe.group import EPGroup
 from ep_moe.launch import RankFailedError, launch
 from ep_moe.quant import get_scheme
 from ep_moe.routing import Routing
-
-TEXTS = ("In the beginning God ", "And he said unto ", "Blessed are the poor in spirit: for ", "The")
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 64,
-    "max_position_embeddings": 512,
-    "num_experts_per_tok": 2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "initializer_range": 0.4,
-}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_moe": ("qwen3_moe", {"moe_intermediate_size": 16, "num_experts": 5, "norm_topk_prob": True}),
-    "mixtral_windows": ("mixtral", {"num_local_experts": 4, "sliding_window": 6}),
-    "gpt_oss_windows": (
-        "gpt_oss",
-        {
-            "num_local_experts": 4,
-            "sliding_window": 6,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
-    ),
-    "deepseek_v3": (
-        "deepseek_v3",
-        {
-            "moe_intermediate_size": 16,
-            "n_routed_experts": 8,
-            "n_group": 2,
-            "topk_group": 1,
-            "q_lora_rank": 16,
-            "kv_lora_rank": 16,
-            "qk_nope_head_dim": 8,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 16,
-            "num_key_value_heads": 4,
-            "first_k_dense_replace": 1,
-        },
-    ),
-}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """For tiny operators a second thread costs more than it saves."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def make_config(name: str, **more: Any) -> PreTrainedConfig:
-    """The config of a small model, with other sizes in `more`."""
-    model_type, sizes = MODELS[name]
-    return AutoConfig.for_model(model_type, **SIZES | sizes | more)
-
-
-def make_model(name: str) -> PreTrainedModel:
-    """A small model with random weights, on one rank."""
-    torch.manual_seed(11)
-    model = AutoModelForCausalLM.from_config(make_config(name)).eval()
-    return shard_experts(model, EPGroup.single("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -113,70 +43,43 @@ def shipped() -> PreTrainedModel:
     return from_pretrained(SHIPPED_MODEL, EPGroup.single("cpu"), dtype=torch.float32)
 
 
-def prompts_of(*texts: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Texts as bytes, which the shipped model reads, padded on the left."""
-    return _padded([list(text.encode()) for text in texts], torch.device("cpu"))
+@pytest.fixture(scope="module")
+def said(shipped: PreTrainedModel) -> torch.Tensor:
+    """60 tokens [4, 60] that transformers' loop generates after `TEXTS`, which fewer tokens and other batches share."""
+    return by_transformers(shipped, *prompts_of(*TEXTS), max_new_tokens=60)
 
 
-@contextlib.contextmanager
-def captured_on_a_cpu() -> Iterator[list[int]]:
-    """A stand-in for CUDA graphs: a replay runs the captured call. Yields the numbers of replays of each capture."""
-    counts: list[int] = []
-
-    def capture(call: Callable[[], None], pool: object) -> Callable[[], None]:
-        index = len(counts)
-        counts.append(0)
-
-        def replay() -> None:
-            counts[index] += 1
-            call()
-
-        return replay
-
-    with mock.patch.object(decoder, "capture", capture), mock.patch.object(decoder, "new_pool", object):
-        yield counts
+def cut(tokens: torch.Tensor, *end_ids: int) -> torch.Tensor:
+    """The tokens of each row up to its first end token, then -1."""
+    is_end = torch.isin(tokens, torch.tensor(end_ids))
+    return tokens.masked_fill(is_end.long().cumsum(1) - is_end.long() > 0, -1)
 
 
-def by_passes(
-    model: PreTrainedModel, ids: torch.Tensor, mask: Any = None, *, graphs: bool = False, **options: Any
-) -> torch.Tensor:
-    """Tokens of the fixed-shape passes."""
-    if model.ep_moe.decoder is None:
-        model.ep_moe.decoder = Decoder(model, graphs=graphs)
-    return model.ep_moe.decoder.generate(model, ids, mask, GenerationOptions(**options), lambda count: None)
+def test_the_shipped_model_says_the_same(shipped: PreTrainedModel, said: torch.Tensor) -> None:
+    for new_tokens in (1, 2, 40):
+        assert torch.equal(by_passes(shipped, *prompts_of(*TEXTS), max_new_tokens=new_tokens), said[:, :new_tokens])
+    for row, text in enumerate(TEXTS):
+        assert torch.equal(by_passes(shipped, *prompts_of(text), max_new_tokens=17)[0], said[row, :17])
 
 
-def by_transformers(model: PreTrainedModel, ids: torch.Tensor, mask: Any = None, **options: Any) -> torch.Tensor:
-    """Tokens of transformers' loop with its dynamic cache."""
-    return loop.by_transformers(model, ids, mask, GenerationOptions(**options), lambda count: None)
-
-
-@pytest.mark.parametrize("new_tokens", [1, 2, 17, 40])
-def test_the_shipped_model_says_the_same(shipped: PreTrainedModel, new_tokens: int) -> None:
-    ids, mask = prompts_of(*TEXTS)
-    expected = by_transformers(shipped, ids, mask, max_new_tokens=new_tokens)
-    found = by_passes(shipped, ids, mask, max_new_tokens=new_tokens)
-    assert found.shape == (4, new_tokens)
-    assert torch.equal(found, expected)
-    alone = [by_passes(shipped, *prompts_of(text), max_new_tokens=new_tokens)[0] for text in TEXTS]
-    assert torch.equal(found, torch.stack(alone))
-
-
-@pytest.mark.parametrize("prompt_tokens", [3, 6, 11])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "prompt_tokens"),
+    [
+        ("qwen3_moe", 6),
+        ("deepseek_v3", 6),
+        *((name, size) for name in MODELS if "windows" in name for size in (3, 6, 11)),
+    ],
+)
 def test_models_say_the_same(name: str, prompt_tokens: int) -> None:
     """Windows of 6 positions: prompts that are shorter, as long, and longer; with and without padding."""
-    model = make_model(name)
+    model = sharded_model(name)
     ids = torch.randint(3, 60, (3, prompt_tokens), generator=torch.Generator().manual_seed(1))
     expected = by_transformers(model, ids, max_new_tokens=20)
     assert torch.equal(by_passes(model, ids, max_new_tokens=20), expected)
     mask = torch.ones_like(ids)
     mask[1, : prompt_tokens - 2] = 0
-    ids = ids * mask
-    alone = by_transformers(model, ids[1:2, -2:], max_new_tokens=20)
-    found = by_passes(model, ids, mask, max_new_tokens=20)
-    assert torch.equal(found[::2], expected[::2])
-    assert torch.equal(found[1:2], alone)
+    expected[1] = by_transformers(model, ids[1:2, -2:], max_new_tokens=20)[0]
+    assert torch.equal(by_passes(model, ids * mask, mask, max_new_tokens=20), expected)
 
 
 @pytest.mark.parametrize("num_groups", [1, 2, 6])
@@ -195,50 +98,41 @@ def test_grouped_attention(num_groups: int) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_end_tokens_and_lengths(shipped: PreTrainedModel) -> None:
+def test_end_tokens_and_lengths(shipped: PreTrainedModel, said: torch.Tensor) -> None:
     ids, mask = prompts_of(*TEXTS)
-    whole = by_transformers(shipped, ids, mask, max_new_tokens=40)
-    end = int(whole[1, 20])
-    ended = by_passes(shipped, ids, mask, max_new_tokens=40, end_ids=(end, 7))
-    for row, expected in zip(ended, whole, strict=True):
-        places = (expected == end).nonzero()
-        count = int(places[0]) + 1 if len(places) else 40
-        assert torch.equal(row[:count], expected[:count])
-        assert bool((row[count:] == -1).all())
-    assert torch.equal(ended, by_transformers(shipped, ids, mask, max_new_tokens=40, end_ids=(end, 7)))
-    assert by_passes(shipped, ids, mask, max_new_tokens=0).shape == (4, 0)
-    assert by_passes(shipped, ids[:0], None, max_new_tokens=5).shape == (0, 5)
-    assert by_transformers(shipped, ids[:0], None, max_new_tokens=5).shape == (0, 5)
-    assert by_transformers(shipped, ids, mask, max_new_tokens=0).shape == (4, 0)
+    ends = int(said[1, 20]), 7
+    for run in (by_passes, by_transformers):
+        assert torch.equal(run(shipped, ids, mask, max_new_tokens=40, end_ids=ends), cut(said[:, :40], *ends))
+        assert run(shipped, ids[:0], None, max_new_tokens=5).shape == (0, 5)
+        assert run(shipped, ids, mask, max_new_tokens=0).shape == (4, 0)
 
 
-def test_prompts_in_several_prefills() -> None:
+def test_prompts_in_several_prefills(said: torch.Tensor) -> None:
     model = from_pretrained(SHIPPED_MODEL, EPGroup.single("cpu"), dtype=torch.float32, max_tokens_per_rank=80)
     ids, mask = prompts_of(*TEXTS)  # 36 columns: two rows in each prefill
-    expected = torch.cat([by_transformers(model, *prompts_of(text), max_new_tokens=12) for text in TEXTS])
-    assert torch.equal(by_passes(model, ids, mask, max_new_tokens=12), expected)
+    assert torch.equal(by_passes(model, ids, mask, max_new_tokens=12), said[:, :12])
 
 
-def test_more_rows_and_longer_prompts_than_before(shipped: PreTrainedModel) -> None:
-    long = "And it came to pass " * 10
-    for texts in ((TEXTS[0],), TEXTS, (long, TEXTS[1]), (TEXTS[2],)):
-        ids, mask = prompts_of(*texts)
-        expected = by_transformers(shipped, ids, mask, max_new_tokens=8)
-        assert torch.equal(by_passes(shipped, ids, mask, max_new_tokens=8), expected)
+def test_more_rows_and_longer_prompts_than_before(shipped: PreTrainedModel, said: torch.Tensor) -> None:
+    texts = "And it came to pass " * 10, TEXTS[1]
+    expected = by_transformers(shipped, *prompts_of(*texts), max_new_tokens=8)
+    for rows in ([0], [0, 1, 2, 3], [], [2]):
+        ids, mask = prompts_of(*([TEXTS[row] for row in rows] or texts))
+        wanted = said[rows, :8] if rows else expected
+        assert torch.equal(by_passes(shipped, ids, mask, max_new_tokens=8), wanted)
 
 
-def test_a_sample_depends_on_its_seed_alone(shipped: PreTrainedModel) -> None:
+def test_a_sample_depends_on_its_seed_alone(shipped: PreTrainedModel, said: torch.Tensor) -> None:
     ids, mask = prompts_of(*TEXTS)
-    options: dict[str, Any] = {"max_new_tokens": 24, "temperature": 0.8, "top_p": 0.9}
+    options: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.8, "top_p": 0.9}
     found = by_passes(shipped, ids, mask, seeds=(4, 5, 6, 7), **options)
     alone = [
         by_passes(shipped, *prompts_of(text), seeds=(seed,), **options)[0] for seed, text in enumerate(TEXTS, start=4)
     ]
     assert torch.equal(found, torch.stack(alone))
     assert not torch.equal(found, by_passes(shipped, ids, mask, seeds=(5, 6, 7, 8), **options))
-    likeliest = by_transformers(shipped, ids, mask, max_new_tokens=4)
     for run in (by_passes, by_transformers):
-        assert torch.equal(run(shipped, ids, mask, max_new_tokens=4, temperature=1e-40), likeliest)
+        assert torch.equal(run(shipped, ids, mask, max_new_tokens=4, temperature=1e-40), said[:, :4])
 
 
 def test_expert_load_counts_live_rows_alone(shipped: PreTrainedModel) -> None:
@@ -294,7 +188,7 @@ def test_rows_that_are_not_live_keep_still() -> None:
     assert sequences.num_tokens(2).tolist() == [0]
     assert sequences.made.tolist() == [[3, -1, 1, -1], [BROKEN, -1, -1, -1], [-1] * 4]
     assert sequences.tokens.tolist() == [3, 0, 1, 0]  # still tokens of the embedding
-    sequences.begin(0, torch.tensor([4, 4]), torch.tensor([2, 2]))
+    sequences.begin([RowStart(row=row, prompt=(1,) * 5, max_new_tokens=2) for row in range(2)])
     sequences.step.zero_()
     sequences.advance(torch.full((2, 5), float("nan")).index_fill_(0, torch.tensor([1]), 1.0), sampled=False)
     assert sequences.made[0, :2].tolist() == [BROKEN, 0]
@@ -370,7 +264,7 @@ def test_bad_options_are_named(field: str, value: Any, message: str) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_model_that_computes_nan_is_named_with_its_layer(value: float) -> None:
-    model, ids = make_model("qwen3_moe"), torch.ones(2, 3, dtype=torch.int64)
+    model, ids = sharded_model("qwen3_moe"), torch.ones(2, 3, dtype=torch.int64)
     with torch.no_grad():
         model.model.layers[1].self_attn.o_proj.weight[3, 5] = value
     wrong, layer = (
@@ -399,7 +293,7 @@ def test_end_tokens_are_those_of_the_model_and_of_its_tokenizer(shipped: PreTrai
 def test_why_there_are_no_graphs(shipped: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
     assert why_not_fixed(shipped) == ""
     assert why_no_graphs(shipped) == "ranks are on cpu"
-    model = make_model("qwen3_moe")
+    model = sharded_model("qwen3_moe")
     for wanted in (False, True, None, True):
         passes = decoder_of(model, wanted)
         assert passes is not None
@@ -427,42 +321,39 @@ def test_why_there_are_no_graphs(shipped: PreTrainedModel, caplog: pytest.LogCap
         assert why_not_fixed(model).startswith(reason)
         vars(model.config).clear()
         vars(model.config).update(before)
-    assert windows_of(make_model("gpt_oss_windows").config) == [6, None, 6]
+    assert windows_of(sharded_model("gpt_oss_windows").config) == [6, None, 6]
 
 
-def test_a_pass_is_captured_once_for_its_shape(shipped: PreTrainedModel) -> None:
+def test_a_pass_is_captured_once_for_its_shape(shipped: PreTrainedModel, said: torch.Tensor) -> None:
     model = from_pretrained(SHIPPED_MODEL, EPGroup.single("cpu"), dtype=torch.float32)
-    steps = []
+    steps, (ids, mask) = [], prompts_of(*TEXTS)
     with captured_on_a_cpu() as counts:
-        for texts, new_tokens in ((TEXTS, 9), (TEXTS[:3], 9), (TEXTS[:1], 9), (TEXTS, 40), (TEXTS, 9)):
-            ids, mask = prompts_of(*texts)
-            expected = by_transformers(shipped, ids, mask, max_new_tokens=new_tokens)
-            assert torch.equal(by_passes(model, ids, mask, graphs=True, max_new_tokens=new_tokens), expected)
+        for rows, new_tokens in ((4, 9), (3, 9), (1, 9), (4, 40), (4, 9)):
+            found = by_passes(model, *prompts_of(*TEXTS[:rows]), graphs=True, max_new_tokens=new_tokens)
+            assert torch.equal(found, said[:rows, :new_tokens])
             steps.append(list(counts))
     # 3 rows are padded to 4; another capacity takes larger memory, so that the first shapes are captured anew
     assert steps[1] == [16]
     assert [len(entry) for entry in steps] == [1, 1, 2, 3, 4]
-    assert {(shape.rows, shape.capacity) for shape in model.ep_moe.decoder.shapes} == {(4, 64), (4, 128)}
-    model.ep_moe.decoder.drop_graphs()
-    assert model.ep_moe.decoder.shapes == ()
+    decoder = model.ep_moe.decoder
+    assert {(shape.rows, shape.capacity) for shape in decoder.shapes} == {(4, 64), (4, 128)}
+    decoder.drop_graphs()
+    assert decoder.shapes == ()
     with captured_on_a_cpu() as counts:
-        ids, mask = prompts_of(*TEXTS)
-        model.ep_moe.decoder.warmup(model, 3, ids.shape[1] + 9)
+        decoder.warmup(model, 3, ids.shape[1] + 9)
         assert counts == [0]
-        found = by_passes(model, ids, mask, max_new_tokens=9)
+        assert torch.equal(by_passes(model, ids, mask, max_new_tokens=9), said[:, :9])
         assert counts == [8]
-    assert torch.equal(found, by_transformers(shipped, ids, mask, max_new_tokens=9))
-    model.ep_moe.decoder.drop_graphs()
+    decoder.drop_graphs()
     sampled = {"max_new_tokens": 9, "temperature": 0.8}
     with captured_on_a_cpu() as counts:
-        ids, mask = prompts_of(*TEXTS)
         found = by_passes(model, ids, mask, **sampled)
     assert len(counts) == 1
     assert torch.equal(found, by_passes(shipped, ids, mask, **sampled))
 
 
 def test_a_capture_with_an_open_slot_is_refused() -> None:
-    model = make_model("qwen3_moe")
+    model = sharded_model("qwen3_moe")
     ids = torch.ones(1, 3, dtype=torch.int64)
     by_passes(model, ids, graphs=False, max_new_tokens=2)
     passes = model.ep_moe.decoder
@@ -496,12 +387,12 @@ def test_a_second_decoder_takes_the_place_of_the_first(shipped: PreTrainedModel)
 
 
 def test_nothing_runs_once_the_session_has_ended(shipped: PreTrainedModel) -> None:
-    model = make_model("qwen3_moe")
+    model = sharded_model("qwen3_moe")
     ids = torch.ones(1, 3, dtype=torch.int64)
     by_passes(model, ids, max_new_tokens=2)
-    assert model.ep_moe.decoder.memory.cache_bytes > 0
+    assert model.ep_moe.decoder.memory["cache_bytes"] > 0
     model.ep_moe.destroy()
-    assert model.ep_moe.decoder.memory.cache_bytes == 0
+    assert model.ep_moe.decoder.memory["cache_bytes"] == 0
     with pytest.raises(RuntimeError, match="destroyed"):
         by_passes(model, ids, max_new_tokens=2)
 
@@ -552,27 +443,28 @@ def two_ranks() -> list[dict[str, Any]]:
     return launch(on_rank, num_ranks=2, config=GroupConfig(timeout_secs=60), device="cpu")
 
 
-def test_ranks_of_different_buckets_stay_in_step(shipped: PreTrainedModel, two_ranks: list[dict[str, Any]]) -> None:
+def test_ranks_of_different_buckets_stay_in_step(said: torch.Tensor, two_ranks: list[dict[str, Any]]) -> None:
     for rank, found in enumerate(two_ranks):
-        texts = (TEXTS, TEXTS[:1])[rank]
-        ids, mask = prompts_of(*texts)
-        whole = by_transformers(shipped, ids, mask, max_new_tokens=60)
-        ended = by_transformers(shipped, ids, mask, max_new_tokens=60, end_ids=(32,))
-        assert torch.equal(found["uneven"], whole[:, : (9, 20)[rank]])
-        assert torch.equal(found["ends"], ended)
-        assert torch.equal(found["one has none"], (whole, whole[:0])[rank][:, :5])
-        assert torch.equal(found["one wants none"], whole[:, : (0, 5)[rank]])
-        assert found["none want any"].shape[1] == 0
-        assert torch.equal(found["transformers, one has none"], (whole[:0], whole)[rank][:, :5])
-        assert torch.equal(found["after errors"], whole[:, :3])
-        assert torch.equal(found["captured 0"], whole[:1, :20])
-        assert torch.equal(found["captured 1"], whole[:, :20])
-        assert torch.equal(found["captured 2"], whole[:, :20])
+        whole = (said, said[:1])[rank]
+        expected = {
+            "uneven": whole[:, : (9, 20)[rank]],
+            "ends": cut(whole, 32),
+            "one has none": (whole, whole[:0])[rank][:, :5],
+            "one wants none": whole[:, : (0, 5)[rank]],
+            "none want any": whole[:, :0],
+            "transformers, one has none": (whole[:0], whole)[rank][:, :5],
+            "after errors": whole[:, :3],
+            "captured 0": whole[:1, :20],
+            "captured 1": whole[:, :20],
+            "captured 2": whole[:, :20],
+        }
+        for name, tokens in expected.items():
+            assert torch.equal(found[name], tokens), name
         assert found["shapes"] == ([1, 4], [1])[rank]
 
 
 def test_a_refusal_is_one_on_all_ranks(two_ranks: list[dict[str, Any]]) -> None:
-    own, other = "expected [rows, tokens] int64 on cpu", "rank {} refused its prompts; its own error says why"
+    own, other = "expected [rows, tokens] int64 on cpu", "rank {} refused its prompts; its own error names the reason"
     assert own in two_ranks[0]["errors"][0]
     assert own in two_ranks[1]["errors"][1]
     assert two_ranks[0]["errors"][1] == other.format(1)

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_decoding import TEXTS, by_transformers, make_config
+from helpers.decoding import MODELS, TEXTS, by_transformers, prompts_of
+from helpers.small_models import make_model
 from test_gpu import on_gpus
-from transformers import AutoModelForCausalLM
 
-from ep_moe.app.generate_rank import _padded
 from ep_moe.app.start import SHIPPED_MODEL
 from ep_moe.config import GroupConfig, Layout
 from ep_moe.engines.transformers import GenerationOptions, from_pretrained, generate, shard_experts
@@ -30,8 +29,7 @@ WIDE = {"hidden_size": 64, "head_dim": 16, "num_key_value_heads": 2, "intermedia
 
 def shipped_prompts(group: EPGroup, rows: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Texts for this rank, padded on the left."""
-    texts = [TEXTS[(group.rank + row) % len(TEXTS)] for row in range(rows)]
-    return _padded([list(text.encode()) for text in texts], group.device)
+    return prompts_of(*(TEXTS[(group.rank + row) % len(TEXTS)] for row in range(rows)), device=group.device)
 
 
 def run(passes: Decoder, model: Any, ids: torch.Tensor, mask: Any, **options: Any) -> torch.Tensor:
@@ -95,9 +93,7 @@ def test_graphs_give_the_bits_of_eager_passes(num_ranks: int, dtype: torch.dtype
 
 def windows_on_rank(group: EPGroup, name: str) -> list[str]:
     """A model with sliding windows of 6 positions, which prompt and generation exceed."""
-    torch.manual_seed(11)
-    config = make_config(name, **WIDE)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().to(group.device)
+    model = make_model(**MODELS[name] | WIDE, dtype=torch.bfloat16).to(group.device)
     shard_experts(model, group, transport="nvlink")
     ids = torch.randint(3, 60, (3, 11), generator=torch.Generator().manual_seed(group.rank)).to(group.device)
     wrong = same_bits(model, 3, ids, None, max_new_tokens=30)
@@ -129,7 +125,8 @@ def tokens_on_rank(group: EPGroup, transport: str) -> list[str]:
     if decoder_of(model, None) is None or not model.ep_moe.decoder.shapes:
         wrong.append("no graph was captured")
     memory, own = model.ep_moe.decoder.memory, getattr(model.ep_moe.transport, "peer_bytes", None)
-    if not memory.peer_bytes > 0 or (own is not None and memory.peer_bytes >= own) or not memory.cache_bytes:
+    peer_bytes, cache_bytes = memory["peer_bytes"], memory["cache_bytes"]
+    if not peer_bytes > 0 or (own is not None and peer_bytes >= own) or not cache_bytes:
         wrong.append(f"{memory} beside {own} bytes of the model's transport")
     model.ep_moe.destroy()
     return wrong
@@ -149,7 +146,7 @@ def fall_back(group: EPGroup) -> str:
     ids, mask = shipped_prompts(group, 1)
     found = generate(model, ids, GenerationOptions(max_new_tokens=5), attention_mask=mask, decode_graphs=True)
     assert found.shape == (1, 5)
-    return ", ".join(model.ep_moe.told)
+    return ", ".join(model.ep_moe.logged)
 
 
 @pytest.mark.parametrize("num_ranks", on_gpus(2))

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from fake_rows import continuation, lead
 
 from ep_moe.config import GroupConfig
-from ep_moe.engines.transformers.decoding.passes import Shape
-from ep_moe.engines.transformers.decoding.rows import RowsPlan, RowStart
+from ep_moe.engines.transformers.decoding.passes import RowsPlan, RowStart, Shape
 from ep_moe.environment import SECRET, LaunchEnv
 from ep_moe.group import EPGroup, PeerLostError, store
 from ep_moe.group.joining import check_nodes

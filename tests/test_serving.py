@@ -20,18 +20,18 @@ import pytest
 import tokenizers
 import torch
 from fake_rows import LIMITS, FakeRows, continuation, lead
+from helpers.decoding import TEXTS, by_transformers, captured_on_a_cpu, sharded_model
+from helpers.threads import one_thread  # noqa: F401
 from starlette.testclient import TestClient
-from test_decoding import TEXTS, captured_on_a_cpu, make_model
 from tokenizers import decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ep_moe.app.serve import bind
 from ep_moe.app.start import SHIPPED_MODEL
 from ep_moe.config import GroupConfig
-from ep_moe.engines.transformers import GenerationOptions, from_pretrained
-from ep_moe.engines.transformers.decoding import RowDecoder, by_transformers
-from ep_moe.engines.transformers.decoding.passes import pass_shape
-from ep_moe.engines.transformers.decoding.rows import RowsPlan, RowStart
+from ep_moe.engines.transformers import from_pretrained
+from ep_moe.engines.transformers.decoding import RowDecoder
+from ep_moe.engines.transformers.decoding.passes import RowsPlan, RowStart, pass_shape
 from ep_moe.engines.transformers.decoding.sequences import BROKEN
 from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.launch import launch
@@ -126,9 +126,9 @@ def test_what_cannot_be_served_is_named(generation: dict[str, Any], param: str, 
 
 def test_a_sequence_fills_all_positions_and_no_more() -> None:
     scheduler = Scheduler(dataclasses.replace(LIMITS, max_prompt_tokens=200))
-    assert [scheduler.room((1,) * size) for size in (1, 95)] == [95, 1]
+    assert [scheduler.most_new_tokens((1,) * size) for size in (1, 95)] == [95, 1]
     with pytest.raises(BadRequestError, match="the prompt has 96 tokens, the limit is 95"):
-        scheduler.room((1,) * 96)
+        scheduler.most_new_tokens((1,) * 96)
     scheduler.submit(Generation(prompt=(1,) * 95, max_new_tokens=1))
 
 
@@ -211,22 +211,13 @@ def test_text_ends_before_a_stop_string(
 # Rows of a real model.
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """For small operators a second thread costs more than it saves."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("name", ["shipped", "gpt_oss_windows"])
-def test_rows_say_the_same_as_sequences_alone(name: str, one_thread: None) -> None:
+def test_rows_say_the_same_as_sequences_alone(name: str) -> None:
     """Sequences that start and end at different times, greedy beside sampled, in passes of all, captured as graphs."""
     if name == "shipped":
         model = from_pretrained(SHIPPED_MODEL, EPGroup.single("cpu"), dtype=torch.float32)
     else:
-        model = make_model(name)
+        model = sharded_model(name)
     prompts = [tuple(byte % model.config.vocab_size for byte in text.encode()) for text in TEXTS]
     starts = [
         RowStart(row=row, prompt=prompts[index], max_new_tokens=40, temperature=temperature, seed=index)
@@ -264,8 +255,7 @@ def test_rows_say_the_same_as_sequences_alone(name: str, one_thread: None) -> No
             decode(alone, 15, 64, {0: index})
             tokens, made[index] = made[index], mixed
         else:
-            options = GenerationOptions(max_new_tokens=len(made[index]))
-            tokens = by_transformers(model, torch.tensor([each.prompt]), None, options, lambda count: None)[0].tolist()
+            tokens = by_transformers(model, torch.tensor([each.prompt]), max_new_tokens=len(made[index]))[0].tolist()
         assert made[index][: len(tokens)] == tokens, index
 
 
@@ -307,7 +297,7 @@ class Explained(LeadRank):
     lost = False
 
     def check(self) -> None:
-        """See `Ranks`."""
+        """See `LeadRank`."""
         if self.lost:
             raise PeerLostError((1,), "plan", 3, "was killed by SIGKILL")
 

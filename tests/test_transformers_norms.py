@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_decoding import make_model
+from helpers.decoding import sharded_model
 from torch import nn
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
@@ -70,7 +70,7 @@ def test_a_weight_of_another_dtype_is_left_to_the_class() -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
 def test_sharded_models_use_them(name: str) -> None:
-    model = make_model(name)
+    model = sharded_model(name)
     norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
     assert norms
     assert all(isinstance(norm.forward, NormForward) for norm in norms)

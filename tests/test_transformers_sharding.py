@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from helpers import small_models
+from helpers.small_models import LATENT, SIZES, assert_close, logits_of, make_config, token_ids
+from helpers.threads import one_thread  # noqa: F401
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.moe import use_experts_implementation
@@ -22,20 +25,6 @@ from ep_moe.group import EPGroup
 from ep_moe.launch import launch
 from ep_moe.placement import Placement
 
-COMMON = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "vocab_size": 64,
-    "max_position_embeddings": 64,
-    "num_experts_per_tok": 2,
-    "pad_token_id": 0,
-    "initializer_range": 0.4,
-}
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
         "moe_intermediate_size": 16,
@@ -70,35 +59,15 @@ SURVEYED = (
 surveyed = pytest.mark.skipif(
     not hasattr(transformers, "Dots3NoteModel"), reason="needs the models of transformers 5.23, as they were read"
 )
-LOGITS_LIMIT = 1e-5  # of the largest logit
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _one_thread():
+def _registered() -> None:
     register()
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
-def make_model(name: str, seed: int = 11, dtype: torch.dtype = torch.float32, **sizes: Any) -> PreTrainedModel:
-    config = type(AutoConfig.for_model(name))(**COMMON | MODELS.get(name, {}) | sizes)
-    torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config, experts_implementation="eager", dtype=dtype).eval()
-
-
-def token_ids(seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, 60, (2, 7), generator=torch.Generator().manual_seed(seed))
-
-
-def logits_of(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return model(ids).logits
-
-
-def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    assert (found - expected).abs().max() < LOGITS_LIMIT * expected.abs().max()
+def make_model(name: str, **sizes: Any) -> PreTrainedModel:
+    return small_models.make_model(name, **MODELS.get(name, {}) | sizes)
 
 
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
@@ -300,7 +269,7 @@ def test_experts_that_keep_their_own_implementation_are_refused() -> None:
     """A module with a config of its own is not reached by transformers' setter, and would run without weights."""
     model, ids = make_model("mixtral"), token_ids()
     experts = model.model.layers[0].mlp.experts
-    experts.config = type(experts.config)(**COMMON | MODELS["mixtral"], experts_implementation="eager")
+    experts.config = make_config("mixtral", **MODELS["mixtral"], experts_implementation="eager")
     expected = logits_of(model, ids)
     with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.experts \(MixtralExperts\) keeps .*'eager'"):
         shard_experts(model, EPGroup.single("cpu"))
@@ -446,10 +415,10 @@ def test_a_model_that_would_ignore_us_says_so() -> None:
 
 
 def test_models_that_are_not_asked_for_experts_pass() -> None:
-    dense = type(AutoConfig.for_model("llama"))(**COMMON)
+    dense = make_config("llama")
     AutoModelForCausalLM.from_config(dense, experts_implementation="ep_moe")
-    moe = type(AutoConfig.for_model("mixtral"))(**COMMON | MODELS["mixtral"])
-    pictures = transformers.LlavaConfig(text_config=moe, vision_config=transformers.CLIPVisionConfig(**COMMON))
+    moe = make_config("mixtral", **MODELS["mixtral"])
+    pictures = transformers.LlavaConfig(text_config=moe, vision_config=transformers.CLIPVisionConfig(**SIZES))
     model = transformers.LlavaForConditionalGeneration._from_config(pictures, experts_implementation="ep_moe")
     text = model.model.language_model.config
     assert text._experts_implementation == "ep_moe"
@@ -463,7 +432,7 @@ def test_models_that_are_not_asked_for_experts_pass() -> None:
 
 def make_ernie() -> PreTrainedModel:
     config = transformers.Ernie4_5_VLMoeTextConfig(
-        **{key: value for key, value in COMMON.items() if key not in ("num_experts_per_tok", "head_dim")},
+        **{key: value for key, value in SIZES.items() if key not in ("num_experts_per_tok", "head_dim")},
         moe_k=2,
         moe_num_experts=4,
         moe_num_shared_experts=1,
@@ -533,27 +502,28 @@ def test_what_is_named_exists() -> None:
         for name in ("ernie4_5_vl_moe", "dots3_note", "diffusion_gemma", "qwen3_omni_moe")
     ]
     names = {architectures.KEPT_IN_STEP, *architectures.EXPERTS_OUT_OF_STEP}
-    names |= {entry.model for entry in architectures.OUT_OF_STEP}
+    names |= architectures.OUT_OF_STEP.keys()
     assert [name for name in names if not any(hasattr(module, name) for module in modules)] == []
 
 
-@pytest.mark.parametrize("entry", architectures.OUT_OF_STEP, ids=lambda entry: entry.model)
-def test_what_cannot_be_kept_in_step_is_named(entry: architectures.OutOfStep) -> None:
-    model = type(entry.model, (Holder,), {})()
+@pytest.mark.parametrize("name", architectures.OUT_OF_STEP)
+def test_what_cannot_be_kept_in_step_is_named(name: str) -> None:
+    part_name, reason = architectures.OUT_OF_STEP[name]
+    model = type(name, (Holder,), {})()
     part = Holder()
     model.add_module("language_model", experts_module())
-    model.add_module(entry.part or "decoder", part)
-    if entry.part:
+    model.add_module(part_name or "decoder", part)
+    if part_name:
         architectures.check_in_step(model, 2)  # without experts in that part
     part.add_module("experts", experts_module())
     architectures.check_in_step(model, 1)
-    with pytest.raises(ValueError, match=rf"{entry.model} cannot be kept in step on 2 ranks.*{entry.reason}"):
+    with pytest.raises(ValueError, match=rf"{name} cannot be kept in step on 2 ranks.*{reason}"):
         architectures.check_in_step(model, 2)
 
 
 @surveyed
 def test_a_diffusion_model_runs_on_one_rank_alone() -> None:
-    text = COMMON | {"num_hidden_layers": 2, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
+    text = SIZES | {"num_hidden_layers": 2, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
     with torch.device("meta"):
         model = transformers.DiffusionGemmaModel(transformers.DiffusionGemmaConfig(text_config=text))
     architectures.check_in_step(model, 1)

@@ -64,7 +64,7 @@ def generate_rank_main(group: EPGroup, engine: EngineConfig, config: GenerateCon
                     made[index] = (piece.text, piece.num_tokens)
         progress.update(task, completed=len(turns) * config.max_new_tokens)
         expert_load = session.expert_load.tolist()
-        memory = None if decoder is None else decoder.memory
+        memory = {} if decoder is None else decoder.memory
         session.destroy()
     parts = group.all_gather_object({"made": made, "expert_load": expert_load, "secs": dict(clock.secs)})
     everything = {index: entry for part in parts for index, entry in part["made"].items()}
@@ -83,7 +83,7 @@ def generate_rank_main(group: EPGroup, engine: EngineConfig, config: GenerateCon
             "tokens_per_sec": new_tokens / generate_secs,
         },
         "decode_graphs": decoder is not None and decoder.graphs,
-        "memory": {} if memory is None else {"peer_bytes": memory.peer_bytes, "cache_bytes": memory.cache_bytes},
+        "memory": memory,
     }
 
 

@@ -53,7 +53,7 @@ def options_of(
     return parameters
 
 
-def config_of(config_type: type[Config], given: dict[str, Any]) -> Config:
-    """Make a config of its options, which are removed from `given`. Errors: ValueError of the config. Local."""
-    names = [field.name for field in dataclasses.fields(config_type) if field.name in given]  # type: ignore[arg-type]
-    return config_type(**{name: given.pop(name) for name in names})
+def config_of(config_type: type[Config], values: dict[str, Any]) -> Config:
+    """Make a config of its options, which are removed from `values`. Errors: ValueError of the config. Local."""
+    names = [field.name for field in dataclasses.fields(config_type) if field.name in values]  # type: ignore[arg-type]
+    return config_type(**{name: values.pop(name) for name in names})

@@ -98,10 +98,10 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
     candidates = plan(hw, job)
     if config.plot is not None:
         _draw(hw, job, config)
-    given = dataclasses.asdict(config) | {"plot": None if config.plot is None else str(config.plot)}
-    words = {name: given[name] for name in ("model", "gpus", "tokens", "hardware", "scheme", "routing", "target_ms")}
+    values = dataclasses.asdict(config) | {"plot": None if config.plot is None else str(config.plot)}
+    head = {name: values[name] for name in ("model", "gpus", "tokens", "hardware", "scheme", "routing", "target_ms")}
     best = candidates[0].row() if candidates and candidates[0].fits else None
-    return words | {"plot": given["plot"], "best": best, "candidates": [candidate.row() for candidate in candidates]}
+    return head | {"plot": values["plot"], "best": best, "candidates": [candidate.row() for candidate in candidates]}
 
 
 def _validation(hw: Hardware, config: PlanConfig) -> dict[str, Any]:

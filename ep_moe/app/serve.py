@@ -42,11 +42,13 @@ class ServeConfig:
     ] = None
     max_waiting: Annotated[int, Field(help="Most sequences that wait for a free row", at_least=1)] = 256
     passes_per_plan: Annotated[
-        int, Field(help=f"Decode passes, up to {MOST_PASSES}, between two looks at the queue", at_least=1)
+        int, Field(help=f"Decode passes, up to {MOST_PASSES}, per scheduling step", at_least=1)
     ] = 4
     decode_graphs: Annotated[
         bool | None,
-        Field(help="Decode by CUDA graphs, by default on GPUs with transport nvlink or local; a log line says if not"),
+        Field(
+            help="Decode by CUDA graphs, by default on GPUs with transport nvlink or local; a log line tells why not"
+        ),
     ] = None
 
     def __post_init__(self) -> None:
@@ -85,8 +87,7 @@ def bind(host: str, port: int) -> socket.socket:
 def serve(engine: EngineConfig, config: ServeConfig) -> dict[str, Any]:
     """Serve until a signal or an error ends it.
 
-    The process that speaks HTTP starts beside the ranks; where something else has started them (torchrun, Ray), rank 0
-    starts it.
+    The process that speaks HTTP starts before the ranks; under torchrun and Ray, which start them, rank 0 starts it.
     Errors: ValueError for an unreadable model directory and RuntimeError for missing packages or a port in use, before
     ranks start; RankFailedError names a lost rank.
     """
@@ -141,4 +142,4 @@ def front_end(listener: socket.socket, engine: EngineConfig, config: ServeConfig
 def _front_end_main(stderr: Connection, *args: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher ends this process
     os.dup2(stderr.fileno(), 2)
-    pkgutil.resolve_name("ep_moe.app.serve_front:serve_front_main")(*args)
+    pkgutil.resolve_name("ep_moe.app.serve_rank:serve_front_main")(*args)

@@ -1,8 +1,10 @@
-"""Worker entry point of `ep-moe serve`: a rank's part of every plan; rank 0 passes them on from the process with the
-queue."""
+"""Entry points of the processes of `ep-moe serve`: a rank, and the front end with HTTP, the queue and the tokenizer.
+
+The front end makes plans and sends them to rank 0, which sends them on to the other ranks.
+"""
 
 import contextlib
-import logging
+import socket
 import sys
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
@@ -12,14 +14,12 @@ from ep_moe.app.serve import ServeConfig, bind, front_end
 from ep_moe.app.session import Model, load_expert_parallel, load_tokenizer
 from ep_moe.app.start import model_dir
 from ep_moe.config import EngineConfig
-from ep_moe.engines.transformers.decoding import RowDecoder, end_ids_of, why_no_graphs, why_not_fixed
+from ep_moe.engines.transformers.decoding import RowDecoder, end_ids_of, uses_graphs, why_not_fixed
 from ep_moe.group import EPGroup
-from ep_moe.serving.core import LeadRank, follow, relay
+from ep_moe.serving.core import Leader, LeadRank, RemoteRanks, ServerEndedError, follow, relay
 from ep_moe.serving.scheduler import Limits
 
 MOST_POSITIONS = 4096  # by default: their keys and values are reserved for every row
-
-_log = logging.getLogger(__name__)
 
 
 def serve_rank_main(
@@ -65,13 +65,13 @@ def _serve(group: EPGroup, engine: EngineConfig, config: ServeConfig, front: Con
             num_rows=limits.num_rows,
             num_positions=limits.num_positions,
             end_ids=limits.end_ids,
-            graphs=_graphs(model, config),
+            graphs=uses_graphs(model, config.decode_graphs),
         )
     if front is None:
         follow(group, rows)
     else:
         ranks = LeadRank(group, rows)
-        with contextlib.suppress(BrokenPipeError):  # `relay` says it
+        with contextlib.suppress(BrokenPipeError):  # `relay` raises the error
             front.send(limits)
         relay(ranks, front)
     session.destroy()
@@ -88,10 +88,24 @@ def _num_positions(model: Model, config: ServeConfig) -> int:
     return wanted
 
 
-def _graphs(model: Model, config: ServeConfig) -> bool:
-    """Whether decode passes are captured; a log line says why they cannot be."""
-    reason, group = why_no_graphs(model), model.ep_moe.group
-    if reason and config.decode_graphs is not False and group.rank == 0:
-        wanted = config.decode_graphs or group.device.type == "cuda"
-        _log.log(logging.WARNING if wanted else logging.INFO, "decoding runs without CUDA graphs: %s", reason)
-    return not reason and config.decode_graphs is not False
+def serve_front_main(listener: socket.socket, ranks: Connection, engine: EngineConfig, config: ServeConfig) -> None:
+    """The front end: serve once rank 0 has sent the limits, until it closes its end or sends an error. Local."""
+    from ep_moe.serving.http import Service, run_beside  # ranks do without these packages
+    from ep_moe.serving.metrics import Metrics
+
+    tokenizer = load_tokenizer(engine)
+    try:
+        limits = ranks.recv()
+    except EOFError:
+        return
+    if not isinstance(limits, Limits):  # the error that has ended the ranks
+        return
+    leader, name = Leader(RemoteRanks(ranks), limits), config.name_of(engine)
+    service = Service(leader=leader, tokenizer=tokenizer, name=name, metrics=Metrics(leader))
+    with contextlib.suppress(ServerEndedError), run_beside(service, listener, leader.close):
+        host, port = listener.getsockname()[:2]
+        sys.stderr.write(
+            f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1: "
+            f"{limits.num_ranks} ranks of {limits.num_rows} rows, {limits.num_positions} positions\n"
+        )
+        leader.run()

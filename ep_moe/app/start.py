@@ -73,7 +73,7 @@ def on_ranks(target: "Target", engine: EngineConfig, *args: Any) -> dict[str, An
     """Run `target(group, engine, *args)` on every rank and return rank 0's report.
 
     Starts `num_local_ranks` ranks on this machine, or on each of `engine.nodes` nodes of a Ray cluster; under torchrun
-    this process is a rank and returns its own report, which is the same on all ranks. A line on standard error says if
+    this process is a rank and returns its own report, which is the same on all ranks. A line on standard error warns if
     GPUs of this machine are left unused, unless the device is "cpu".
     """
     env = LaunchEnv.from_environ()

@@ -47,7 +47,7 @@ def route(
         config: the method and its parameters.
         routing_bias: [E], any float dtype, for the choice only, methods 2 and 7 only.
         routing_replay_out: optional [at least T, K] int16; logical ids are written to rows [0, T).
-        placement: of the E experts; topk_ids are physical ids if given, by `placement.to_physical`, else logical ones.
+        placement: of the E experts; with one, topk_ids are physical ids, by `placement.to_physical`, else logical ones.
         weights_dtype: float32, bfloat16 or float16; the float32 weights have values of this dtype, as in models that
             round theirs.
     Returns: topk_ids [T, K] int32, columns by descending score, and topk_weights.
@@ -55,7 +55,7 @@ def route(
     Local, on the current stream, no host sync. On a GPU one kernel, safe in CUDA graphs once a call of the same kind
     has loaded it; for more than 1024 experts, or if autograd records the logits, the kernels of torch.
     """
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "routing_bias": routing_bias,
         "routing_replay_out": routing_replay_out,
         "placement": placement,
@@ -64,10 +64,10 @@ def route(
     recorded = router_logits.requires_grad and torch.is_grad_enabled()
     small = router_logits.dim() == 2 and router_logits.shape[1] <= MAX_KERNEL_EXPERTS
     if router_logits.is_cuda and small and not recorded:
-        routing: Routing = _kernels().route(router_logits, config, **given)
+        routing: Routing = _kernels().route(router_logits, config, **arguments)
         return routing
-    check(router_logits, config, **given)
-    return reference.route(router_logits, config, **given)
+    check(router_logits, config, **arguments)
+    return reference.route(router_logits, config, **arguments)
 
 
 def loaded_sequence(
@@ -118,9 +118,9 @@ def apply_weights_to_input(x: torch.Tensor | Quantized, routing: Routing) -> tup
     num_tokens, num_topk = routing.topk_ids.shape
     if num_topk != 1:
         raise ValueError(f"apply_router_weight_on_input needs num_topk 1, got {num_topk}")
-    given = x.values if isinstance(x, Quantized) else x
-    if given.shape[0] != num_tokens:
-        raise ValueError(f"x has {given.shape[0]} tokens, topk_ids {num_tokens}")
+    values = x.values if isinstance(x, Quantized) else x
+    if values.shape[0] != num_tokens:
+        raise ValueError(f"x has {values.shape[0]} tokens, topk_ids {num_tokens}")
     weighted: torch.Tensor | Quantized
     if isinstance(x, Quantized):
         weighted = dataclasses.replace(x, scale=x.scale * routing.topk_weights)

@@ -106,9 +106,9 @@ def check(
             raise ValueError(
                 f"num_experts ({num_experts}) exceeds {MAX_REPLAY_EXPERTS}, the most for routing_replay_out"
             )
-    for name, given in (("routing_bias", bias), ("routing_replay_out", replay_out)):
-        if given is not None and given.device != logits.device:
-            raise ValueError(f"{name} is on {given.device}, router_logits on {logits.device}")
+    for name, tensor in (("routing_bias", bias), ("routing_replay_out", replay_out)):
+        if tensor is not None and tensor.device != logits.device:
+            raise ValueError(f"{name} is on {tensor.device}, router_logits on {logits.device}")
     if placement is not None and _num_logical(placement, logits.device) != num_experts:
         raise ValueError(f"the placement has {placement.num_experts} experts, router_logits have {num_experts}")
 

@@ -1,7 +1,7 @@
 """How plans go from rank 0 to the other ranks, and their tokens back: over the store through which the ranks joined.
 
-The store belongs to the launcher and uses no collective, so that ranks may wait for a plan for as long as nobody asks
-for anything, while heartbeats still tell which rank is lost.
+The store belongs to the launcher and uses no collective, so that ranks of an idle server wait for a plan without a
+timeout, while heartbeats still tell which rank is lost.
 """
 
 import datetime
@@ -10,8 +10,7 @@ import threading
 import time
 from typing import Any
 
-from ep_moe.engines.transformers.decoding.passes import Shape
-from ep_moe.engines.transformers.decoding.rows import RowsPlan, RowStart
+from ep_moe.engines.transformers.decoding.passes import RowsPlan, RowStart, Shape
 from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.group.waiting import SLICE_SECS
 from ep_moe.group.wire import decode, encode

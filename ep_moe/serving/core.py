@@ -16,7 +16,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Protocol
 
-from ep_moe.engines.transformers.decoding.rows import RowsPlan
+from ep_moe.engines.transformers.decoding.passes import RowsPlan
 from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.group.waiting import SLICE_SECS
 from ep_moe.serving.channel import PlanChannel
@@ -34,26 +34,6 @@ class Rows(Protocol):
         ...
 
 
-class Ranks(Protocol):
-    """What a leader does its work with; its methods are called in the thread of `Leader.run`."""
-
-    def run(self, plan: RowsPlan) -> list[list[list[int]]]:
-        """Carry out a plan on all ranks; returns their results, in rank order. Errors: of the model; PeerLostError."""
-        ...
-
-    def check(self) -> None:
-        """Raise an error if a rank is lost while there is no plan."""
-        ...
-
-    def explain(self, failure: Exception) -> Exception:
-        """The cause of an error: one that names a lost rank, or the error itself."""
-        ...
-
-    def close(self) -> None:
-        """End `follow` on all ranks."""
-        ...
-
-
 class ServerEndedError(RuntimeError):
     """The server has ended, by an error that the message names or because it was closed."""
 
@@ -66,52 +46,49 @@ def follow(group: EPGroup, rows: Rows) -> None:
 
 
 class LeadRank:
-    """`Ranks` on rank 0, made when `follow` is called on the others. Collective."""
+    """All ranks as a leader in rank 0's process sees them, made when `follow` is called on the others. Collective.
+
+    Its methods are called in the thread of `Leader.run`.
+    """
 
     def __init__(self, group: EPGroup, rows: Rows) -> None:
         self._group, self._rows, self._channel = group, rows, PlanChannel(group)
+        self.explain = group.explain  # the cause of an error: one that names a lost rank, or the error itself
+        self.close = self._channel.close  # ends `follow` on all ranks
 
     def run(self, plan: RowsPlan) -> list[list[list[int]]]:
-        """See `Ranks`."""
+        """Carry out a plan on all ranks; returns their results, in rank order. Errors: of the model; PeerLostError."""
         self._channel.send(plan)
         return self._channel.collect(self._rows.run(plan))
 
     def check(self) -> None:
-        """See `Ranks`."""
+        """Raise an error if a rank is lost while there is no plan."""
         self._group.check()
-
-    def explain(self, failure: Exception) -> Exception:
-        """See `Ranks`."""
-        return self._group.explain(failure)
-
-    def close(self) -> None:
-        """See `Ranks`."""
-        self._channel.close()
 
 
 class RemoteRanks:
-    """`Ranks` in another process than rank 0's, which is in `relay` at the other end of the connection."""
+    """`LeadRank` for a leader in another process, connected to rank 0's, which calls `relay`."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
     def run(self, plan: RowsPlan) -> list[list[list[int]]]:
-        """See `Ranks`. Errors: ServerEndedError."""
-        with contextlib.suppress(BrokenPipeError):  # what came before says why
+        """See `LeadRank`. Errors: ServerEndedError."""
+        with contextlib.suppress(BrokenPipeError):  # the error that ended rank 0 is received next
             self._connection.send(plan)
         return self._receive()
 
     def check(self) -> None:
-        """See `Ranks`. Errors: ServerEndedError."""
+        """See `LeadRank`. Errors: ServerEndedError."""
         if self._connection.poll():
-            self._receive()  # nothing comes unasked but an error
+            self._receive()  # between plans, only an error arrives
 
     def explain(self, failure: Exception) -> Exception:
-        """See `Ranks`."""
+        """See `LeadRank`."""
         return failure
 
     def close(self) -> None:
-        """See `Ranks`."""
+        """See `LeadRank`."""
         self._connection.send(None)
 
     def _receive(self) -> list[list[list[int]]]:
@@ -127,7 +104,7 @@ class RemoteRanks:
 def relay(ranks: LeadRank, connection: Connection) -> None:
     """Carry out the plans of the leader at the other end, on rank 0, until it closes; an error is sent there too.
 
-    Errors: RuntimeError if the leader has gone; those of `Ranks.run`. Collective.
+    Errors: RuntimeError if the leader has gone; those of `LeadRank.run`. Collective.
     """
     try:
         while (plan := _receive_plan(ranks, connection)) is not None:
@@ -138,7 +115,7 @@ def relay(ranks: LeadRank, connection: Connection) -> None:
     except Exception as failure:
         cause = ranks.explain(failure)
         with contextlib.suppress(OSError):
-            connection.send(_said(cause))
+            connection.send(_message(cause))
         if cause is failure:
             raise
         raise cause from failure
@@ -151,7 +128,7 @@ def _receive_plan(ranks: LeadRank, connection: Connection) -> RowsPlan | None:
     return plan
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     """An error of rank 0 for clients; others name the rank themselves."""
     if isinstance(error, PeerLostError | ServerEndedError):
         return str(error)
@@ -166,7 +143,7 @@ class Leader:
         on_plan: called after each plan with PREFILL or DECODE and its seconds, in the thread of `run`.
     """
 
-    def __init__(self, ranks: Ranks, limits: Limits) -> None:
+    def __init__(self, ranks: LeadRank | RemoteRanks, limits: Limits) -> None:
         self.limits = limits
         self._ranks = ranks
         self.on_plan: Callable[[str, float], None] = lambda kind, secs: None
@@ -191,9 +168,9 @@ class Leader:
         """Generations that wait for a row."""
         return self._scheduler.num_waiting
 
-    def room(self, prompt: tuple[int, ...]) -> int:
+    def most_new_tokens(self, prompt: tuple[int, ...]) -> int:
         """The most new tokens after a prompt. Errors: BadRequestError for one that is not served. Any thread."""
-        return self._scheduler.room(prompt)
+        return self._scheduler.most_new_tokens(prompt)
 
     def submit(self, generation: Generation, on_progress: OnProgress) -> int:
         """Queue a generation; returns the ticket that `cancel` takes.
@@ -234,7 +211,7 @@ class Leader:
             self._ranks.close()
         except Exception as failure:
             cause = self._ranks.explain(failure)
-            error = ServerEndedError(_said(cause))
+            error = ServerEndedError(_message(cause))
             if cause is failure:
                 raise
             raise cause from failure
@@ -251,7 +228,7 @@ class Leader:
                 if plan is not None:
                     return plan
                 self._changed.wait(SLICE_SECS)
-            self._ranks.check()  # a rank may be lost while nobody asks for anything
+            self._ranks.check()  # a rank may be lost while the server is idle
 
     def _step(self, plan: RowsPlan) -> None:
         start = time.perf_counter()

@@ -35,7 +35,7 @@ from ep_moe.serving.protocol import ChatRequest, CompletionRequest, error_body, 
 from ep_moe.serving.scheduler import BadRequestError, Generation, NotFiniteError, QueueFullError
 from ep_moe.serving.text import Piece, TextStream, Tokenizer, stream_texts
 
-COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions; a chat goes on for as long as there is room
+COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions; a chat goes on up to the last position
 SHUTDOWN_SECS = 1  # that open answers have to end; with LINGER_SECS less than the launcher's grace for a failed rank
 LINGER_SECS = 1.0  # in which new requests read why the server has ended
 BODY_BYTES, TOKEN_BYTES = 2**20, 32  # a body may have so many, and so many more for each token of the longest prompt
@@ -195,11 +195,11 @@ class _Job:
         return tuple(self._service.tokenizer(text, **options)["input_ids"])
 
     def _generation(self, prompt: tuple[int, ...]) -> Generation:
-        request, room = self._request, self._service.leader.room(prompt)
+        request, most = self._request, self._service.leader.most_new_tokens(prompt)
         if isinstance(request, ChatRequest):
             wanted = request.most_tokens
         else:
-            wanted = min(COMPLETION_TOKENS, room) if request.max_tokens is None else request.max_tokens
+            wanted = min(COMPLETION_TOKENS, most) if request.max_tokens is None else request.max_tokens
         return Generation(
             prompt=prompt,
             max_new_tokens=wanted,
@@ -307,15 +307,15 @@ class _Bodies:
     async def job(self, request: Request, kind: _Kind) -> _Job:
         """The job of a request. Errors: those of `_Job`; _BodyTooLargeError; ClientDisconnect."""
         start = time.perf_counter()
-        async with contextlib.AsyncExitStack() as held:
-            body = await self._read(request, held)
+        async with contextlib.AsyncExitStack() as permits:
+            body = await self._read(request, permits)
             make = functools.partial(_Job, self._service, kind, body, start)
             return await asyncio.get_running_loop().run_in_executor(self._worker, make)
 
-    async def _read(self, request: Request, held: contextlib.AsyncExitStack) -> bytearray:
-        given = request.headers.get("content-type")
-        if given is None or given.partition(";")[0].strip().lower() != "application/json":
-            found = "is missing" if given is None else f"({shown(given)}) is not served"
+    async def _read(self, request: Request, permits: contextlib.AsyncExitStack) -> bytearray:
+        kind = request.headers.get("content-type")
+        if kind is None or kind.partition(";")[0].strip().lower() != "application/json":
+            found = "is missing" if kind is None else f"({shown(kind)}) is not served"
             raise BadRequestError(f"the header content-type {found}, application/json is needed")
         most, body = self._service.most_body_bytes, bytearray()
         announced = int(request.headers.get("content-length", 0))
@@ -323,7 +323,7 @@ class _Bodies:
             raise _BodyTooLargeError(f"the request's body has {announced} bytes, the limit is {most}")
         async for part in request.stream():
             if len(body) <= SMALL_BODY < len(body) + len(part):
-                await held.enter_async_context(self._large)
+                await permits.enter_async_context(self._large)
             body += part
             if len(body) > most:
                 raise _BodyTooLargeError(f"the request's body has more than {most} bytes, the limit")

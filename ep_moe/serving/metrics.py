@@ -4,7 +4,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from ep_moe.serving.core import Leader
 
-CLIENT_LEFT = 499  # the status of a request whose client went away, as nginx logs it; nobody reads its answer
+CLIENT_LEFT = 499  # the status of a request whose client went away, as nginx logs it
 _SECS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _PLAN_SECS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 

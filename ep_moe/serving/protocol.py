@@ -55,7 +55,7 @@ class _Request(BaseModel):
     stop: _Stop | Annotated[list[_Stop], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None  # says who asks, which changes nothing here
+    user: str | None = None  # changes nothing here
     n: Literal[1] | None = None
     presence_penalty: _Zero | None = None
     frequency_penalty: _Zero | None = None
@@ -116,7 +116,7 @@ class Message(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """`response_format`; what other types have beside their name is not read."""
+    """`response_format`; fields of other types are not read."""
 
     type: Literal["text"]
 
@@ -191,8 +191,8 @@ def _named(fields: dict[str, Any], error: ValidationError) -> BadRequestError:
     name, param = ".".join(map(str, deepest)), str(deepest[0])
     if best[0]["type"] == "missing":
         return BadRequestError(f"{name} is missing", param)
-    said = " or ".join(each["msg"].removeprefix("Value error, ") for each in best)
-    return BadRequestError(f"{name} ({shown(best[0]['input'])}): {said}", param)
+    reason = " or ".join(each["msg"].removeprefix("Value error, ") for each in best)
+    return BadRequestError(f"{name} ({shown(best[0]['input'])}): {reason}", param)
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:

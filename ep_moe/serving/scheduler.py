@@ -12,8 +12,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from ep_moe.engines.transformers.decoding.finite import not_finite
-from ep_moe.engines.transformers.decoding.passes import Shape, pass_shape
-from ep_moe.engines.transformers.decoding.rows import RowsPlan, RowStart
+from ep_moe.engines.transformers.decoding.passes import RowsPlan, RowStart, Shape, pass_shape
 from ep_moe.engines.transformers.decoding.sequences import BROKEN, NONE
 from ep_moe.fields import shown
 
@@ -73,7 +72,7 @@ class Limits:
     Args:
         num_ranks: R. num_rows: sequences of one rank. num_positions: P + N of a sequence.
         max_prompt_tokens: M, also of all prompts in one prefill of a rank. max_waiting: generations without a row.
-        passes_per_plan: the most decode passes between two looks at the queue.
+        passes_per_plan: the most decode passes per scheduling step.
         vocab_size: of the model's input embedding. end_ids: tokens that end a sequence.
     """
 
@@ -140,12 +139,12 @@ class Scheduler:
 
         Errors: BadRequestError, QueueFullError name the value and the limit.
         """
-        limits, room = self._limits, self.room(generation.prompt)
-        wanted = room if generation.max_new_tokens is None else generation.max_new_tokens
-        if wanted > room:
+        limits, most = self._limits, self.most_new_tokens(generation.prompt)
+        wanted = most if generation.max_new_tokens is None else generation.max_new_tokens
+        if wanted > most:
             raise BadRequestError(
                 f"a prompt of {len(generation.prompt)} tokens and max_tokens ({wanted}) exceed the "
-                f"{limits.num_positions} positions of a sequence; the most for this prompt is {room}",
+                f"{limits.num_positions} positions of a sequence; the most for this prompt is {most}",
                 "max_tokens",
             )
         if wanted < 1:
@@ -158,7 +157,7 @@ class Scheduler:
         self._waiting[ticket] = dataclasses.replace(generation, max_new_tokens=wanted)
         return ticket
 
-    def room(self, prompt: Sequence[int]) -> int:
+    def most_new_tokens(self, prompt: Sequence[int]) -> int:
         """The most new tokens after a prompt, 1 or more. Errors: BadRequestError for a prompt that is not served."""
         limits, length = self._limits, len(prompt)
         if not length:
@@ -173,7 +172,7 @@ class Scheduler:
         return limits.num_positions - length
 
     def cancel(self, ticket: int) -> bool:
-        """End a generation whose tokens nobody wants; False if it has ended already."""
+        """End a generation before its last token; False if it has ended already."""
         if self._waiting.pop(ticket, None) is not None:
             return True
         for sequence in self._running():
@@ -220,15 +219,7 @@ class Scheduler:
             if place is None:
                 break
             rank, row = place
-            assert generation.max_new_tokens is not None
-            start = RowStart(
-                row=row,
-                prompt=generation.prompt,
-                max_new_tokens=generation.max_new_tokens,
-                temperature=generation.temperature,
-                top_p=generation.top_p,
-                seed=generation.seed,
-            )
+            start = RowStart(row=row, **dataclasses.asdict(generation))
             sequence = _Sequence(ticket=ticket, rank=rank, start=start)
             self._rows[rank][row] = sequence
             new.append(sequence)
@@ -236,15 +227,15 @@ class Scheduler:
         return new
 
     def _place(self, generation: Generation, new: Sequence[_Sequence]) -> tuple[int, int] | None:
-        """The rank and row for a generation beside those that start now; None if no rank has both row and room."""
+        """The rank and row for a generation, besides those that start now; None if no rank can take it."""
         num_running = [sum(row is not None for row in rows) for rows in self._rows]
         for rank in sorted(range(self._limits.num_ranks), key=num_running.__getitem__):
-            rows, beside = self._rows[rank], [sequence.start for sequence in new if sequence.rank == rank]
+            rows, others = self._rows[rank], [sequence.start for sequence in new if sequence.rank == rank]
             row = next((index for index, row in enumerate(rows) if row is None), None)
-            if row is None or (beside and row != beside[-1].row + 1):  # a prefill takes consecutive rows
+            if row is None or (others and row != others[-1].row + 1):  # a prefill takes consecutive rows
                 continue
-            longest = max(len(prompt) for prompt in [generation.prompt, *(start.prompt for start in beside)])
-            if (len(beside) + 1) * longest <= self._limits.max_prompt_tokens:
+            longest = max(len(prompt) for prompt in [generation.prompt, *(start.prompt for start in others)])
+            if (len(others) + 1) * longest <= self._limits.max_prompt_tokens:
                 return rank, row
         return None
 

@@ -1,8 +1,8 @@
 """Decode passes over nvlink, whose rounds take their number of tokens from the device, say what `collective` says."""
 
 import torch
-from test_decoding import make_config
-from transformers import AutoModelForCausalLM
+from helpers.decoding import MODELS
+from helpers.small_models import make_model
 
 from ep_moe.config import GroupConfig
 from ep_moe.engines.transformers import GenerationOptions, shard_experts
@@ -13,9 +13,7 @@ from ep_moe.launch import launch
 
 def tokens_by(name: str, group: EPGroup) -> torch.Tensor:
     """New tokens of this rank by a transport; ranks differ in rows and lengths, and rank 1 ends early."""
-    torch.manual_seed(11)
-    config = make_config("qwen3_moe", num_hidden_layers=1, num_experts=4)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = make_model(**MODELS["qwen3_moe"] | {"num_hidden_layers": 1, "num_experts": 4})
     shard_experts(model, group, transport=name, max_tokens_per_rank=16)
     ids = torch.randint(3, 60, ((3, 1)[group.rank], 4), generator=torch.Generator().manual_seed(group.rank))
     model.ep_moe.decoder = Decoder(model, graphs=False)

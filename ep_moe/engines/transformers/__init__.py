@@ -16,14 +16,13 @@ import torch
 from transformers import PreTrainedModel
 
 from ep_moe.config import Layout, TransportConfig
-from ep_moe.engines.common.agreement import Agreement
 from ep_moe.engines.common.layers import placement_of
 from ep_moe.engines.transformers.decoding import GenerationOptions, generate
 from ep_moe.engines.transformers.hooks import MAX_TOKENS_PER_RANK, Session
 from ep_moe.engines.transformers.installing import Options, Part, install
 from ep_moe.engines.transformers.loading import build_skeleton, layers_of, load_dense
-from ep_moe.engines.transformers.registering import distributed_config, ensure_registered, register
-from ep_moe.engines.transformers.sharding import plan_shards
+from ep_moe.engines.transformers.registering import distributed_config, register
+from ep_moe.engines.transformers.sharding import shard_experts
 from ep_moe.group import EPGroup
 from ep_moe.placement import Placement
 from ep_moe.weights import Checkpoint, ExpertWeights
@@ -101,42 +100,3 @@ def from_pretrained(
     options = Options(transport=transport, experts=experts, placement=place)
     group.wait_for_all("load")  # no timeout: ranks read at different speeds, and the next collective has a timeout
     return install(model.eval(), group, parts, options, sizes)
-
-
-def shard_experts(
-    model: PreTrainedModel,
-    group: EPGroup,
-    *,
-    transport: str = "auto",
-    experts: str = "auto",
-    placement: str | Placement = "linear",
-    scheme: str = "none",
-    layout: Layout | str = Layout.COMPACT,
-    max_tokens_per_rank: int = MAX_TOKENS_PER_RANK,
-) -> PreTrainedModel:
-    """Shard the experts of a model that every rank has loaded whole: keep this rank's experts, free the others.
-
-    It supports every architecture whose experts module takes an experts implementation of transformers, except those
-    that `ep_moe.engines.transformers.architectures` refuses.
-
-    Args:
-        model: on `group.device`, changed in place.
-        scheme: to which experts are quantized; those that transformers has loaded in fp8 stay as they are.
-        others: as in `from_pretrained`.
-    Returns: the model. Its `save_pretrained` works as after `from_pretrained`.
-    Errors: ValueError, which names the cause, for unsupported experts, for a model on another device, and for one that
-        is sharded already; an error on one rank is raised on all, and the model is left unchanged. Collective.
-    """
-    ensure_registered()
-    with Agreement(group, "load"):
-        plan = plan_shards(
-            model,
-            group,
-            transport=transport,
-            experts=experts,
-            placement=placement,
-            scheme=scheme,
-            layout=layout,
-            max_tokens_per_rank=max_tokens_per_rank,
-        )
-    return install(model, group, plan.parts, plan.options, plan.sizes)

@@ -14,7 +14,6 @@ All others call every layer once in each forward pass, or as often as their conf
 needs `synced_gpus=True` if ranks stop at different steps.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -27,30 +26,15 @@ NUM_EXPERTS_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe
 NUM_TOPK_KEYS = ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class OutOfStep:
-    """An architecture in which ranks call different layers, depending on their input.
-
-    Args:
-        model: name of the class that holds the part.
-        part: the submodule that only some ranks call; "" for the whole model.
-        reason: explanation for the error.
-    """
-
-    model: str
-    part: str
-    reason: str
-
-
-OUT_OF_STEP = (
-    OutOfStep(model="Dots3NoteModel", part="vision_tower", reason="a rank without images does not call them"),
-    OutOfStep(model="DiffusionGemmaModel", part="", reason="ranks denoise for different numbers of steps"),
-    OutOfStep(
-        model="Qwen3OmniMoeForConditionalGeneration",
-        part="talker",
-        reason="ranks speak for different numbers of steps, or not at all; shard model.thinker alone",
+# class of a model -> its submodule that only some ranks call, "" for the whole model, and the reason
+OUT_OF_STEP = {
+    "Dots3NoteModel": ("vision_tower", "a rank without images does not call them"),
+    "DiffusionGemmaModel": ("", "ranks denoise for different numbers of steps"),
+    "Qwen3OmniMoeForConditionalGeneration": (
+        "talker",
+        "ranks speak for different numbers of steps, or not at all; shard model.thinker alone",
     ),
-)
+}
 EXPERTS_OUT_OF_STEP = ("Ernie4_5_VLMoeMoeExperts", "Dots3NoteExperts", "DiffusionGemmaTextExperts")
 _MARK = "_ep_moe_checks"  # marks a method that `refuse_unsupported_models` has wrapped
 KEPT_IN_STEP = "Ernie4_5_VLMoeMoeBlock"  # always calls text_moe first, then vision_moe if there are vision tokens
@@ -74,15 +58,14 @@ def check_in_step(model: torch.nn.Module, num_ranks: int) -> None:
     Errors: ValueError names the class, the part with the experts, and the reason. Local.
     """
     for module in model.modules() if num_ranks > 1 else ():
-        for entry in OUT_OF_STEP:
-            if entry.model not in (base.__name__ for base in type(module).__mro__):
-                continue
-            part = module.get_submodule(entry.part) if not entry.part or hasattr(module, entry.part) else None
+        for model_name in OUT_OF_STEP.keys() & {base.__name__ for base in type(module).__mro__}:
+            name, reason = OUT_OF_STEP[model_name]
+            part = module.get_submodule(name) if not name or hasattr(module, name) else None
             if part is not None and any(is_experts(child) for child in part.modules()):
-                where = f"the experts of its {entry.part}" if entry.part else "its experts"
+                where = f"the experts of its {name}" if name else "its experts"
                 raise ValueError(
-                    f"{entry.model} cannot be kept in step on {num_ranks} ranks, {where} are not called equally often "
-                    f"on all: {entry.reason}"
+                    f"{model_name} cannot be kept in step on {num_ranks} ranks, {where} are not called equally often "
+                    f"on all: {reason}"
                 )
 
 

@@ -37,10 +37,6 @@ def find_experts(model: torch.nn.Module) -> dict[str, ExpertsModule]:
     return found
 
 
-def _interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return torch.stack([gate, up], dim=-1).flatten(-2)
-
-
 def _gated_candidates(module: ExpertsModule) -> Iterator[ActivationConfig]:
     yield ActivationConfig(kind=ActivationKind.SILU)
     yield ActivationConfig(kind=ActivationKind.GELU)
@@ -75,7 +71,7 @@ def activation_of(module: ExpertsModule) -> ActivationConfig:
         if module.has_gate:
             gate, up = (grid.flatten() for grid in torch.meshgrid(probes, probes, indexing="ij"))
             ours = torch.cat([gate, up])
-            theirs = module._apply_gate((ours if module.is_concatenated else _interleave(gate, up)).unsqueeze(0))
+            theirs = module._apply_gate(ours[None] if module.is_concatenated else gate_beside_up(ours[None]))
             candidates = list(_gated_candidates(module))
             rounding = gate.abs() * (up.abs() + 1)  # a large `up` multiplies the rounding error of 1 + erf(gate)
         else:

@@ -1,4 +1,4 @@
-"""The experts of transformers' fine-grained fp8 (`FP8Experts`), whose parameters have scales beside them, as ours.
+"""The experts of transformers' fine-grained fp8 (`FP8Experts`): each weight has a parameter with its scales.
 
 Letters: E experts of the module, N and K rows and columns of a weight, n and k those of a block, I intermediate.
 """

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ep_moe.config import Layout, MoEConfig
+from ep_moe.config import Layout
 from ep_moe.engines.common.load import ExpertLoad
 from ep_moe.engines.transformers.experts import ExpertsModule, activation_of, are_views, state_of, weights_of
 from ep_moe.experts import create_experts
@@ -22,6 +22,7 @@ from ep_moe.transport import Transport
 from ep_moe.transport.checks import bad_ids_message, is_bad_id
 from ep_moe.weights import ExpertWeights
 
+Model = Any  # a transformers model; its mixins are more than a type checker can follow
 NAME = "ep_moe"  # the name under which transformers knows our implementations
 DecodeExperts = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # layer, tokens, ids, weights
 MAX_TOKENS_PER_RANK = 4096  # the default M
@@ -48,67 +49,39 @@ def without_backward(module: ExpertsModule, run: Callable[[], torch.Tensor], *in
     return refuse_backward(run, (*inputs, *module.parameters(recurse=False)))
 
 
-class ModuleLayer:
-    """An experts module as a layer, which always uses the module's current weights.
+class ModuleWeights:
+    """The current weights of an experts module, as long as `serves` is true for it.
 
     Parameters in our memory order are used in place. Transposed and interleaved ones are copied in each call, since
     writes to them cannot be detected; `from_pretrained` and `shard_experts` copy once and are faster for such a model.
-
-    Args:
-        module: the module; the layer is valid as long as `serves` is true for it.
-        weights: those of the module. transport: that of the layer; its placement gives the number of experts.
-        config: the experts implementation and the layout; transformers does the routing.
-        index: the layer's number, which ranks compare in each round.
-    Errors: ValueError for an unsupported activation, and for weights that do not fit the transport.
     """
 
-    def __init__(
-        self, module: ExpertsModule, weights: ExpertWeights, transport: Transport, config: HookConfig, index: int
-    ) -> None:
-        self.transport = transport
-        self._index = index
-        self._state = state_of(module)
-        self._experts = config.experts
-        self._config = MoEConfig(
-            hidden=weights.w13.values.shape[2],
-            intermediate=weights.w2.values.shape[2],
-            num_experts=transport.placement.num_experts,
-            activation=activation_of(module),
-            scheme=weights.scheme.name,
-            layout=config.layout,
-        )
-        layer = self._make(weights)
-        self._layer = layer if are_views(weights, module) else None
-
-    def _make(self, weights: ExpertWeights) -> ExpertParallelMoE:
-        return ExpertParallelMoE(self._config, weights, self.transport, experts=self._experts, layer_index=self._index)
+    def __init__(self, module: ExpertsModule) -> None:
+        self.first, self._state = weights_of(module), state_of(module)
+        self.in_place = are_views(self.first, module)
 
     def serves(self, module: ExpertsModule) -> bool:
         """True while the module's parameters are those at construction. Local, no host sync."""
         return state_of(module) == self._state
 
-    def layer(self, module: ExpertsModule) -> ExpertParallelMoE:
-        """The layer with the module's current weights, for one call. Local, no host sync."""
-        return self._make(weights_of(module)) if self._layer is None else self._layer
+    def current(self, module: ExpertsModule) -> ExpertWeights:
+        """The weights for one call. Local, no host sync."""
+        return self.first if self.in_place else weights_of(module)
 
 
 class LocalExperts:
     """All experts of one module in this process: the function behind `experts_implementation="ep_moe"`.
 
-    `local_moe` computes them, without an exchange: on a GPU no host sync, and safe in CUDA graphs. Weights are read as
-    `ModuleLayer` reads them.
+    `local_moe` computes them, without an exchange: on a GPU no host sync, and safe in CUDA graphs.
     """
 
     def __init__(self, module: ExpertsModule, config: HookConfig) -> None:
-        weights = weights_of(module)
-        self._state, self._layout = state_of(module), config.layout
-        device = weights.w13.values.device
-        self._experts = create_experts(config.experts, activation_of(module), device, scheme=weights.scheme)
-        self._weights = weights if are_views(weights, module) else None
-
-    def serves(self, module: ExpertsModule) -> bool:
-        """True while the module's parameters are those at construction. Local, no host sync."""
-        return state_of(module) == self._state
+        self._weights, self._layout = ModuleWeights(module), config.layout
+        self.serves = self._weights.serves
+        first = self._weights.first
+        self._experts = create_experts(
+            config.experts, activation_of(module), first.w13.values.device, scheme=first.scheme
+        )
 
     def __call__(
         self,
@@ -121,7 +94,7 @@ class LocalExperts:
 
         Errors: ValueError for other ids, on a CPU; on a GPU, where that would be a host sync, they are none. Local.
         """
-        weights = weights_of(module) if self._weights is None else self._weights
+        weights = self._weights.current(module)
         if top_k_index.device.type == "cpu":
             num_experts = weights.num_local_experts
             bad = top_k_index[is_bad_id(top_k_index, num_experts) & (top_k_index != num_experts)]
@@ -143,7 +116,7 @@ class Session:
             zeros; for a rank that has finished while others still generate.
         experts: name of the layers' experts implementation.
         decoder: the `Decoder` of `ep_moe.engines.transformers.decoding`, None until it is needed.
-        told: messages about decoding that have been logged.
+        logged: messages about decoding that have been logged.
         why_own_routers: the reason why the model keeps its own routers, "" if ours route.
         decode_experts: a function that experts modules call in place of their layers, set by `decoding`.
     """
@@ -158,7 +131,7 @@ class Session:
         self.load = ExpertLoad(len(layers), transport.placement.num_experts, group.device)
         self.experts = experts
         self.decoder: Any = None
-        self.told: set[str] = set()
+        self.logged: set[str] = set()
         self.why_own_routers = ""
         self.decode_experts: DecodeExperts | None = None
 

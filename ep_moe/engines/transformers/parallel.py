@@ -13,13 +13,14 @@ import transformers
 from transformers import PreTrainedConfig
 from transformers.distributed import DistributedConfig
 
-from ep_moe.config import TransportConfig
-from ep_moe.engines.common.transports import SharedTransport, SharedTransports, with_topk
+from ep_moe.config import MoEConfig, TransportConfig
+from ep_moe.engines.common.transports import SharedTransports, with_topk
 from ep_moe.engines.transformers.architectures import check_hook_in_step
-from ep_moe.engines.transformers.experts import ExpertsModule, weights_of
+from ep_moe.engines.transformers.experts import ExpertsModule, activation_of
 from ep_moe.engines.transformers.fp8 import ACTIVATION_SCALE, SCALE
-from ep_moe.engines.transformers.hooks import NAME, HookConfig, ModuleLayer, without_backward
+from ep_moe.engines.transformers.hooks import NAME, HookConfig, ModuleWeights, without_backward
 from ep_moe.layer import ExpertParallelMoE
+from ep_moe.weights import ExpertWeights
 
 STYLE = "ep_moe_experts"  # tensor-parallel style for transformers 5.17 and 5.18
 
@@ -46,24 +47,37 @@ class MeshExperts:
         self._expert_group, self._batch_group = expert_group, batch_group
         self._transports = transports
         self._index = transports.number_module()  # here, since ranks may first call modules in different orders
-        self._shared: SharedTransport | None = None
-        self._layer: ModuleLayer | None = None
+        self._weights: ModuleWeights | None = None
+        self._layer: ExpertParallelMoE | None = None
 
-    def _prepare(self, num_topk: int, dtype: torch.dtype) -> tuple[ExpertParallelMoE, SharedTransport]:
-        if self._layer is None or self._shared is None or not self._layer.serves(self._experts):
-            weights = weights_of(self._experts)
-            num_experts = weights.num_local_experts * self._expert_group.size()
-            like = weights.w13.values
+    def _prepare(self, num_topk: int, dtype: torch.dtype) -> ExpertParallelMoE:
+        """The layer for one call. Collective for the first module of these sizes."""
+        module = self._experts
+        if self._layer is None or self._weights is None or not self._weights.serves(module):
+            self._layer, self._weights = None, ModuleWeights(module)
+            weights = self._weights.first
+            like, num_experts = weights.w13.values, weights.num_local_experts * self._expert_group.size()
             sizes = TransportConfig(
-                hidden=like.shape[2],
-                max_tokens_per_rank=self._config.max_tokens_per_rank,
-                dtype=dtype,
-                num_slots=1,
+                hidden=like.shape[2], max_tokens_per_rank=self._config.max_tokens_per_rank, dtype=dtype, num_slots=1
             )
             sizes = with_topk(sizes, num_topk)
             self._shared = self._transports.get(self._expert_group, num_experts, sizes, like.device)
-            self._layer = ModuleLayer(self._experts, weights, self._shared.transport, self._config, self._index)
-        return self._layer.layer(self._experts), self._shared
+            self._moe = MoEConfig(
+                hidden=like.shape[2],
+                intermediate=weights.w2.values.shape[2],
+                num_experts=num_experts,
+                activation=activation_of(module),
+                scheme=weights.scheme.name,
+                layout=self._config.layout,
+            )
+            self._layer = self._make_layer(weights)
+        elif not self._weights.in_place:
+            self._layer = self._make_layer(self._weights.current(module))
+        return self._layer
+
+    def _make_layer(self, weights: ExpertWeights) -> ExpertParallelMoE:
+        transport, experts = self._shared.transport, self._config.experts
+        return ExpertParallelMoE(self._moe, weights, transport, experts=experts, layer_index=self._index)
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -76,7 +90,7 @@ class MeshExperts:
         return without_backward(self._experts, run, hidden_states, top_k_weights)
 
     def _run(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        layer, shared = self._prepare(ids.shape[1], x.dtype)
+        layer = self._prepare(ids.shape[1], x.dtype)
         sharers = self._batch_group.size()
         if sharers == 1:
             return layer.forward_routed(x, ids, weights)
@@ -86,7 +100,7 @@ class MeshExperts:
         part = layer.forward_routed(x[mine], ids[mine], weights[mine])
         padded = torch.nn.functional.pad(part, (0, 0, 0, rows - part.shape[0]))
         gathered = padded.new_empty(sharers * rows, padded.shape[1])
-        with shared.group.guard("gather"):
+        with self._shared.group.guard("gather"):
             dist.all_gather_into_tensor(gathered, padded, group=self._batch_group)
         return gathered[: x.shape[0]]
 

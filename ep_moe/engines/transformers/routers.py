@@ -51,17 +51,12 @@ def _deepseek(router: Router) -> RoutingConfig:
     )
 
 
+def _method(method: RoutingMethod) -> Callable[[Router], RoutingConfig]:
+    return lambda router: RoutingConfig(method=method, num_topk=router.top_k)
+
+
 def _softmax(router: Router) -> RoutingConfig:
-    method = RoutingMethod.RENORMALIZE_NAIVE if router.norm_topk_prob else RoutingMethod.DEFAULT
-    return RoutingConfig(method=method, num_topk=router.top_k)
-
-
-def _renormalize(router: Router) -> RoutingConfig:
-    return RoutingConfig(method=RoutingMethod.RENORMALIZE, num_topk=router.top_k)
-
-
-def _minimax_m2(router: Router) -> RoutingConfig:
-    return RoutingConfig(method=RoutingMethod.MINIMAX2, num_topk=router.top_k)
+    return _method(RoutingMethod.RENORMALIZE_NAIVE if router.norm_topk_prob else RoutingMethod.DEFAULT)(router)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,42 +75,23 @@ class Form:
     takes_bias: bool = False
 
 
-# Classes of transformers 5.17.0 and 5.23.0 whose forward has the same source.
-_FORMS: dict[Form, tuple[str, ...]] = {
+# Beginnings of the names of classes in transformers 5.17.0 and 5.23.0 whose forward has the same source.
+_FORMS: dict[Form, tuple[str, str]] = {
     Form(config=_deepseek, logits=_float32_logits, bias="e_score_correction_bias"): (
-        "AXK1TopkRouter",
-        "BailingHybridTopkRouter",
-        "DeepseekV3TopkRouter",
-        "DeepseekV32TopkRouter",
-        "Dots1TopkRouter",
-        "Dots3NoteTextTopkRouter",
-        "ExaoneMoeTopkRouter",
-        "Glm4MoeLiteTopkRouter",
-        "Glm4MoeTopkRouter",
-        "Glm4vMoeTextTopkRouter",
-        "Glm5NextTextTopkRouter",
-        "GlmMoeDsaTopkRouter",
-        "HYV4TopkRouter",
-        "KimiLinearTopkRouter",
-        "MiMoV2FlashTopkRouter",
-        "NemotronHTopkRouter",
-        "SolarOpenTopkRouter",
+        "TopkRouter",
+        "AXK1 BailingHybrid DeepseekV3 DeepseekV32 Dots1 Dots3NoteText ExaoneMoe Glm4MoeLite Glm4Moe Glm4vMoeText "
+        "Glm5NextText GlmMoeDsa HYV4 KimiLinear MiMoV2Flash NemotronH SolarOpen",
     ),
     Form(config=_softmax): (
-        "FlexOlmoTopKRouter",
-        "MellumTopKRouter",
-        "OlmoeTopKRouter",
-        "Qwen2MoeTopKRouter",
-        "Qwen3MoeTopKRouter",
-        "Qwen3NextTopKRouter",
-        "Qwen3OmniMoeTalkerTextTopKRouter",
-        "Qwen3OmniMoeThinkerTextTopKRouter",
-        "Qwen4ExpTextTopKRouter",
+        "TopKRouter",
+        "FlexOlmo Mellum Olmoe Qwen2Moe Qwen3Moe Qwen3Next Qwen3OmniMoeTalkerText Qwen3OmniMoeThinkerText Qwen4ExpText",
     ),
-    Form(config=_renormalize): ("GptOssTopKRouter", "MiniMaxTopKRouter", "MixtralTopKRouter"),
-    Form(config=_minimax_m2, takes_bias=True): ("MiniMaxM2TopKRouter",),
+    Form(config=_method(RoutingMethod.RENORMALIZE)): ("TopKRouter", "GptOss MiniMax Mixtral"),
+    Form(config=_method(RoutingMethod.MINIMAX2), takes_bias=True): ("TopKRouter", "MiniMaxM2"),
 }
-FORMS: Mapping[str, Form] = {name: form for form, names in _FORMS.items() for name in names}
+FORMS: Mapping[str, Form] = {
+    model + ending: form for form, (ending, models) in _FORMS.items() for model in models.split()
+}
 
 
 class RouterForward:

@@ -91,9 +91,9 @@ def _check(
     others: Mapping[str, Any],
 ) -> None:
     defaults = {"save_peft_format": True}
-    given = [key for key, value in others.items() if value not in (None, False) and value != defaults.get(key)]
-    if given:
-        raise ValueError(f"{', '.join(given)}: not an option of save_pretrained for experts spread over ranks")
+    refused = [key for key, value in others.items() if value not in (None, False) and value != defaults.get(key)]
+    if refused:
+        raise ValueError(f"{', '.join(refused)}: not an option of save_pretrained for experts spread over ranks")
     if group.rank == 0 and not is_main_process:
         raise ValueError("is_main_process is False on rank 0, which alone writes experts that are spread over ranks")
     if getattr(model, "_hf_peft_config_loaded", False):

@@ -1,4 +1,4 @@
-"""The plan of sharding a model's experts over ranks, made and checked before any module is changed.
+"""Sharding a model's experts over ranks; everything is checked before any module is changed.
 
 Letters: E logical experts, H hidden, I intermediate.
 """
@@ -11,10 +11,13 @@ import torch
 from transformers import PreTrainedModel
 
 from ep_moe.config import Layout, MoEConfig, TransportConfig
+from ep_moe.engines.common.agreement import Agreement
 from ep_moe.engines.common.layers import placement_of, quantize_experts
 from ep_moe.engines.transformers.architectures import check_in_step
 from ep_moe.engines.transformers.experts import ExpertsModule, activation_of, find_experts, weights_of
-from ep_moe.engines.transformers.installing import Options, Part, is_sharded
+from ep_moe.engines.transformers.hooks import MAX_TOKENS_PER_RANK
+from ep_moe.engines.transformers.installing import Options, Part, install, is_sharded
+from ep_moe.engines.transformers.registering import ensure_registered
 from ep_moe.experts import create_experts
 from ep_moe.group import EPGroup
 from ep_moe.placement import Placement
@@ -22,68 +25,72 @@ from ep_moe.quant import QuantScheme, get_scheme
 from ep_moe.weights import ExpertWeights
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """The arguments of `install` for a model whose experts are all on this rank."""
-
-    parts: Mapping[str, Part]
-    options: Options
-    sizes: TransportConfig
-
-
-def plan_shards(
+def shard_experts(
     model: PreTrainedModel,
     group: EPGroup,
     *,
-    transport: str,
-    experts: str,
-    placement: str | Placement,
-    scheme: str,
-    layout: Layout | str,
-    max_tokens_per_rank: int,
-) -> Plan:
-    """Check everything that `shard_experts` refuses, and copy this rank's experts of the first module only.
+    transport: str = "auto",
+    experts: str = "auto",
+    placement: str | Placement = "linear",
+    scheme: str = "none",
+    layout: Layout | str = Layout.COMPACT,
+    max_tokens_per_rank: int = MAX_TOKENS_PER_RANK,
+) -> PreTrainedModel:
+    """Shard the experts of a model that every rank has loaded whole: keep this rank's experts, free the others.
 
-    Args and errors: as in `shard_experts`. The model is not changed. Local.
+    It supports every architecture whose experts module takes an experts implementation of transformers, except those
+    that `ep_moe.engines.transformers.architectures` refuses.
+
+    Args:
+        model: on `group.device`, changed in place.
+        scheme: to which experts are quantized; those that transformers has loaded in fp8 stay as they are.
+        others: as in `from_pretrained`.
+    Returns: the model. Its `save_pretrained` works as after `from_pretrained`.
+    Errors: ValueError, which names the cause, for unsupported experts, for a model on another device, and for one that
+        is sharded already; an error on one rank is raised on all, and the model is left unchanged. Collective.
     """
-    if is_sharded(model):
-        raise ValueError(f"the experts of {type(model).__name__} are spread over ranks already")
-    modules = find_experts(model)
-    if model.device != group.device:
-        raise ValueError(f"the model is on {model.device}, the group's device is {group.device}")
-    check_in_step(model, group.num_ranks)
-    configs, dtypes = {}, {}
-    for name, module in modules.items():
-        shapes = weights_of(module, ())  # zero experts: only shapes and dtypes, nothing is copied
-        chosen = _chosen_scheme(name, shapes.scheme, scheme)
-        configs[name] = MoEConfig(
-            hidden=shapes.w2.values.shape[1],
-            intermediate=shapes.w2.values.shape[2],
-            num_experts=module.down_proj.shape[0],
-            activation=activation_of(module),
-            scheme=chosen.name,
-            layout=Layout(layout),
+    ensure_registered()
+    with Agreement(group, "load"):
+        if is_sharded(model):
+            raise ValueError(f"the experts of {type(model).__name__} are spread over ranks already")
+        modules = find_experts(model)
+        if model.device != group.device:
+            raise ValueError(f"the model is on {model.device}, the group's device is {group.device}")
+        check_in_step(model, group.num_ranks)
+        configs, dtypes = {}, {}
+        for name, module in modules.items():
+            shapes = weights_of(module, ())  # zero experts: only shapes and dtypes, nothing is copied
+            chosen = _chosen_scheme(name, shapes.scheme, scheme)
+            configs[name] = MoEConfig(
+                hidden=shapes.w2.values.shape[1],
+                intermediate=shapes.w2.values.shape[2],
+                num_experts=module.down_proj.shape[0],
+                activation=activation_of(module),
+                scheme=chosen.name,
+                layout=Layout(layout),
+            )
+            dtypes[name] = model.dtype if shapes.scheme.weight.quantized else shapes.w13.values.dtype
+            create_experts(experts, configs[name].activation, group.device, scheme=chosen)
+        _check_alike(configs, dtypes)
+        first = next(iter(modules))
+        sizes = TransportConfig(
+            hidden=configs[first].hidden, max_tokens_per_rank=max_tokens_per_rank, dtype=dtypes[first], num_slots=1
         )
-        dtypes[name] = model.dtype if shapes.scheme.weight.quantized else shapes.w13.values.dtype
-        create_experts(experts, configs[name].activation, group.device, scheme=chosen)
-    _check_alike(configs, dtypes)
-    first = next(iter(modules))
-    sizes = TransportConfig(
-        hidden=configs[first].hidden, max_tokens_per_rank=max_tokens_per_rank, dtype=dtypes[first], num_slots=1
-    )
-    place = placement_of(placement, configs[first].num_experts, group)
-    own = place.local_experts(group.rank)
-    parts = {
-        name: Part(module=module, config=configs[name], weights=functools.partial(_own_weights, module, own, scheme))
-        for name, module in modules.items()
-    }
-    weights = parts[first].weights()  # running out of memory here leaves the model unchanged
-    parts[first] = dataclasses.replace(parts[first], weights=lambda: weights)
-    return Plan(
-        parts=parts,
-        options=Options(transport=transport, experts=experts, placement=place),
-        sizes=sizes,
-    )
+        options = Options(
+            transport=transport,
+            experts=experts,
+            placement=placement_of(placement, configs[first].num_experts, group),
+        )
+        own = options.placement.local_experts(group.rank)
+        parts = {
+            name: Part(
+                module=module, config=configs[name], weights=functools.partial(_own_weights, module, own, scheme)
+            )
+            for name, module in modules.items()
+        }
+        weights = parts[first].weights()  # running out of memory here leaves the model unchanged
+        parts[first] = dataclasses.replace(parts[first], weights=lambda: weights)
+    return install(model, group, parts, options, sizes)
 
 
 def _check_alike(configs: Mapping[str, MoEConfig], dtypes: Mapping[str, torch.dtype]) -> None:
@@ -104,7 +111,7 @@ def _chosen_scheme(name: str, loaded: QuantScheme, scheme: str) -> QuantScheme:
     if not loaded.weight.quantized:
         return get_scheme(scheme)
     if scheme not in ("none", loaded.name):
-        raise ValueError(f"scheme ({scheme!r}) is given, but {name} is loaded in {loaded.name!r}")
+        raise ValueError(f"scheme is {scheme!r}, but {name} is loaded in {loaded.name!r}")
     return loaded
 
 

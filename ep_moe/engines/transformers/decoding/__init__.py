@@ -3,23 +3,19 @@ where that is possible; models that have no such pass generate by transformers' 
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from ep_moe.engines.transformers.architectures import KEPT_IN_STEP
-from ep_moe.engines.transformers.decoding.decoder import Decoder, decode_transport
+from ep_moe.engines.transformers.decoding.decoder import Decoder, RowDecoder, decode_transport
 from ep_moe.engines.transformers.decoding.fixed_cache import windows_of
 from ep_moe.engines.transformers.decoding.loop import FinishRows, by_transformers
 from ep_moe.engines.transformers.decoding.options import GenerationOptions, end_ids_of
-from ep_moe.engines.transformers.decoding.rows import RowDecoder
-from ep_moe.engines.transformers.hooks import Session
+from ep_moe.engines.transformers.hooks import Model, Session
 
 _log = logging.getLogger(__name__)
 _MASKED_ATTENTION = ("sdpa", "eager")  # these take a mask of cache entries
 _ROPE_OF_LENGTHS = ("dynamic", "longrope")  # these read the longest position on the host
-
-Model = Any  # a transformers model; its mixins are more than a type checker can follow
 
 
 def generate(
@@ -65,28 +61,34 @@ def generate(
 
 def decoder_of(model: Model, decode_graphs: bool | None) -> Decoder | None:
     """The decoder that `generate` uses, created on first use and set to use graphs or not; None for transformers' own
-    loop. What is not as wanted is logged once. Local."""
+    loop. A reason against graphs or passes is logged once. Local."""
     session: Session = model.ep_moe
     reason = why_not_fixed(model) if session.decoder is None else ""
     if reason:
-        _tell(session, decode_graphs, f"decoding runs by transformers' own loop: {reason}")
+        _log_once(session, decode_graphs, f"decoding runs by transformers' own loop: {reason}")
         return None
     if session.decoder is None:
         session.decoder = Decoder(model, graphs=False)
-    reason = why_no_graphs(model)
-    if reason and decode_graphs is not False:
-        _tell(session, decode_graphs, f"decoding runs without CUDA graphs: {reason}")
     decoder: Decoder = session.decoder
-    decoder.graphs = decode_graphs is not False and not reason
+    decoder.graphs = uses_graphs(model, decode_graphs)
     return decoder
 
 
-def _tell(session: Session, decode_graphs: bool | None, message: str) -> None:
-    """Log a message once, a warning where graphs are wanted or usual."""
-    if message not in session.told and session.group.rank == 0:
+def uses_graphs(model: Model, decode_graphs: bool | None) -> bool:
+    """Whether decode passes are captured, with `decode_graphs` as of `generate`. A reason against it is logged once.
+    Local."""
+    reason = why_no_graphs(model)
+    if reason and decode_graphs is not False:
+        _log_once(model.ep_moe, decode_graphs, f"decoding runs without CUDA graphs: {reason}")
+    return decode_graphs is not False and not reason
+
+
+def _log_once(session: Session, decode_graphs: bool | None, message: str) -> None:
+    """Log a message once: a warning if graphs are asked for, or are the default on this device."""
+    if message not in session.logged and session.group.rank == 0:
         wanted = decode_graphs or (decode_graphs is None and session.group.device.type == "cuda")
         _log.log(logging.WARNING if wanted else logging.INFO, message)
-    session.told.add(message)
+    session.logged.add(message)
 
 
 def why_no_graphs(model: Model) -> str:
@@ -130,6 +132,7 @@ __all__ = [
     "decoder_of",
     "end_ids_of",
     "generate",
+    "uses_graphs",
     "why_no_graphs",
     "why_not_fixed",
 ]

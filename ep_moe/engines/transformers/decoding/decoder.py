@@ -10,8 +10,8 @@ Letters: B rows of this rank, P prompt tokens, N new tokens, C capacity, M max_t
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,16 +21,22 @@ from ep_moe.engines.transformers.decoding.attention import grouped_attention
 from ep_moe.engines.transformers.decoding.finite import check_finite, first_not_finite
 from ep_moe.engines.transformers.decoding.fixed_cache import FixedCache, windows_of
 from ep_moe.engines.transformers.decoding.options import GenerationOptions, check_prompts
-from ep_moe.engines.transformers.decoding.passes import Shape, bucket_of, capture, new_pool, pass_shape
-from ep_moe.engines.transformers.decoding.sequences import NONE, Sampling, Sequences
-from ep_moe.engines.transformers.hooks import Session
+from ep_moe.engines.transformers.decoding.passes import (
+    RowsPlan,
+    RowStart,
+    Shape,
+    bucket_of,
+    capture,
+    new_pool,
+    pass_shape,
+)
+from ep_moe.engines.transformers.decoding.sequences import NONE, Sequences
+from ep_moe.engines.transformers.hooks import DecodeExperts, Model, Session
 from ep_moe.layer import ExpertParallelMoE
 from ep_moe.transport import LocalTransport, Transport
 
 PASSES_PER_READ = 16  # after these the host reads tokens, checks the transport and asks whether all ranks have ended
 _WARM_UPS = 2  # passes before a capture: kernels compile, libraries allocate their workspaces
-
-Model = Any  # a transformers model; its mixins are more than a type checker can follow
 
 
 @functools.cache
@@ -39,32 +45,14 @@ def _cache_name(model_type: Any) -> str:
     return "cache" if "cache" in inspect.signature(model_type.forward).parameters else "past_key_values"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Request:
-    """What one rank needs for a generation, sent to all ranks; if it is refused, the other fields are not set."""
+class _Request(NamedTuple):
+    """What one rank needs for a generation, sent to all ranks."""
 
-    refused: bool = False
-    rows: int = 0
+    rows: int
+    cold: bool  # its pass has yet to be captured
     prefills: int = 0  # forward passes for its prompts
     new_tokens: int = 0
     ends: bool = False  # end tokens may end it earlier
-    cold: bool = False  # its pass is to be captured and has not been
-
-    def to_ints(self) -> list[int]:
-        """The fields as integers, in order."""
-        return [int(value) for value in dataclasses.astuple(self)]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class DecoderMemory:
-    """Bytes that a decoder holds on this rank, besides the model's own transport.
-
-    Args:
-        peer_bytes: memory of its transport that peers map, 0 if they map none. cache_bytes: keys and values.
-    """
-
-    peer_bytes: int
-    cache_bytes: int
 
 
 def decode_transport(session: Session) -> Any:
@@ -79,33 +67,8 @@ def decode_transport(session: Session) -> Any:
     return type(session.transport)
 
 
-class _PassExperts:
-    """Computes experts for the live rows of one pass; other rows go to no expert, and their results are zero.
-
-    Args:
-        live: [B] bool. num_tokens: [1] int32, number of rows up to the last live one; rows among them that are not live
-            get ids -1.
-    """
-
-    def __init__(
-        self, session: Session, layers: tuple[ExpertParallelMoE, ...], live: torch.Tensor, num_tokens: torch.Tensor
-    ) -> None:
-        self._session, self._layers = session, layers
-        self._live, self._num_tokens = live[:, None], num_tokens
-        self._counted: dict[int, torch.Tensor] = {}  # by K, made once for all layers to save launches
-
-    def __call__(self, index: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Compute x [B, H] in layer `index`. Collective, no host sync with a transport that has none."""
-        num_topk = ids.shape[1]
-        if num_topk not in self._counted:
-            self._counted[num_topk] = self._live.long().expand(-1, num_topk).reshape(-1)
-        self._session.load.add_times(index, ids, self._counted[num_topk])
-        ids = torch.where(self._live, ids, NONE)
-        return self._layers[index].forward_routed(x, ids, weights.float(), num_tokens=self._num_tokens)
-
-
 class Decoder:
-    """Generates with one model, on all ranks in step. Made by `ep_moe.engines.transformers.generate`.
+    """Generates with one model, on all ranks in step: `start` sequences in rows, then `decode` passes of all rows.
 
     It has its own transport for the decode passes, sized for the largest bucket of any rank: the model's transport is
     sized for prompts, and the memory of a batch, and so of a graph, grows with M.
@@ -133,9 +96,10 @@ class Decoder:
         return tuple(self._replays)
 
     @property
-    def memory(self) -> DecoderMemory:
-        """Memory that the decoder holds now. Local, no host sync."""
-        return DecoderMemory(peer_bytes=getattr(self._transport, "peer_bytes", 0), cache_bytes=self._cache.num_bytes)
+    def memory(self) -> dict[str, int]:
+        """Bytes on this rank besides the model's own transport: `peer_bytes` of its transport that peers map, 0 if they
+        map none, and `cache_bytes` of keys and values. Local, no host sync."""
+        return {"peer_bytes": getattr(self._transport, "peer_bytes", 0), "cache_bytes": self._cache.num_bytes}
 
     @property
     def sequences(self) -> Sequences:
@@ -167,31 +131,37 @@ class Decoder:
         on_step: Callable[[int], None],
     ) -> torch.Tensor:
         """See `ep_moe.engines.transformers.generate`. Collective; a host sync every `PASSES_PER_READ` tokens."""
-        session, error = self._session, None
+        session, error, request = self._session, None, None
+        num_rows, share = 0, 1
         try:
             session.transport.check()
             check_prompts(prompts, mask, options, model)
-            num_positions = prompts.shape[1] + options.max_new_tokens
-            shape = self.prepare(prompts.shape[0], num_positions, options.temperature > 0)
-            request = self._request(prompts, options, shape)
+            num_rows, num_columns = prompts.shape
+            share = max(session.transport.config.max_tokens_per_rank // max(num_columns, 1), 1)  # rows of a prefill
+            shape = self.prepare(num_rows, num_columns + options.max_new_tokens, options.temperature > 0)
+            request = _Request(
+                rows=num_rows,
+                cold=self._is_cold(shape),
+                prefills=-(-num_rows // share),
+                new_tokens=options.max_new_tokens if num_rows else 0,
+                ends=bool(options.end_ids),
+            )
         except ValueError as refusal:
-            error, request = refusal, _Request(refused=True)
+            error = refusal
         requests = self._exchange(request)
         if error is not None:
             raise error
-        refused = [rank for rank, other in enumerate(requests) if other.refused]
-        if refused:
-            raise ValueError(f"rank {refused[0]} refused its prompts; its own error says why")
         num_steps = max(other.new_tokens for other in requests)
         if not num_steps:
-            return torch.full((prompts.shape[0], options.max_new_tokens), NONE, device="cpu")
+            return torch.full((num_rows, options.max_new_tokens), NONE, device="cpu")
+        starts = _starts_of(prompts, mask, options)
+        self.sequences.end_all(options.end_ids)
+        self._cache.clear()
         with first_not_finite(model) as name:
-            logits = self._prefill(model, prompts, mask, shape, max(other.prefills for other in requests))
-        sequences = self._begin(prompts, mask, options)
-        if logits is not None:
-            sequences.advance(logits, sampled=shape.sampled)
+            for index in range(max(other.prefills for other in requests)):
+                self.start(model, starts[index * share : (index + 1) * share])
         session.transport.check()
-        made = [self.read(1, prompts.shape[0])]
+        made = [self.read(1, num_rows)]
         check_finite(made[0], name)
         on_step(1)
         done, may_end = 1, any(other.ends for other in requests)
@@ -199,10 +169,7 @@ class Decoder:
             self._make_ready(model, shape, requests)
         while done < num_steps and not (may_end and self._all_have_ended()):
             passes = min(PASSES_PER_READ, num_steps - done)
-            for _ in range(passes):
-                self.run(model, shape)
-            self.check()
-            made.append(self.read(passes, prompts.shape[0]))
+            made.append(self.decode(model, passes, shape)[:, :num_rows])
             check_finite(made[-1])
             done += passes
             on_step(passes)
@@ -218,7 +185,7 @@ class Decoder:
         Collective, host sync.
         """
         shape = self.prepare(num_rows, num_positions, sampled)
-        self._make_ready(model, shape, self._exchange(_Request(rows=num_rows, cold=self.is_cold(shape))))
+        self._make_ready(model, shape, self._exchange(_Request(rows=num_rows, cold=self._is_cold(shape))))
 
     def _make_ready(self, model: Model, shape: Shape, requests: list[_Request]) -> None:
         """Make the transport and capture the pass, if any rank lacks them. Collective."""
@@ -226,8 +193,7 @@ class Decoder:
         if self.graphs and (rebuilt or any(other.cold for other in requests)):
             self.capture_pass(model, shape)
 
-    def is_cold(self, shape: Shape) -> bool:
-        """Whether a pass of this shape has to be captured first. Local."""
+    def _is_cold(self, shape: Shape) -> bool:
         return self.graphs and shape not in self._replays
 
     def prepare(self, num_rows: int, num_positions: int, sampled: bool) -> Shape:
@@ -240,30 +206,12 @@ class Decoder:
             self.drop_graphs()
         return shape
 
-    def _request(self, prompts: torch.Tensor, options: GenerationOptions, shape: Shape) -> _Request:
-        num_rows, num_columns = prompts.shape
-        return _Request(
-            rows=num_rows,
-            prefills=-(-num_rows // self._rows_per_prefill(num_columns)),
-            new_tokens=options.max_new_tokens if num_rows else 0,
-            ends=bool(options.end_ids),
-            cold=self.is_cold(shape),
-        )
-
-    def _rows_per_prefill(self, num_columns: int) -> int:
-        return max(self._session.transport.config.max_tokens_per_rank // max(num_columns, 1), 1)
-
-    def _exchange(self, request: _Request) -> list[_Request]:
-        """The requests of all ranks. Collective, host sync."""
-        group = self._session.group
-        table = torch.zeros(group.num_ranks, len(dataclasses.fields(_Request)), dtype=torch.int64, device="cpu")
-        table[group.rank] = torch.tensor(request.to_ints(), device="cpu")
-        return [
-            _Request(
-                refused=bool(refused), rows=rows, prefills=prefills, new_tokens=new, ends=bool(ends), cold=bool(cold)
-            )
-            for refused, rows, prefills, new, ends, cold in group.all_reduce_sum(table.to(group.device)).tolist()
-        ]
+    def _exchange(self, request: _Request | None) -> list[_Request]:
+        """The requests of all ranks; None refuses, and is a ValueError on the other ranks. Collective, host sync."""
+        found = self._session.group.all_gather_object(None if request is None else tuple(request))
+        if request is not None and None in found:
+            raise ValueError(f"rank {found.index(None)} refused its prompts; its own error names the reason")
+        return [_Request(*other) for other in found if other is not None]
 
     def make_transport(self, model: Model, rows: int) -> bool:
         """Make a transport for this many rows, and layers on it, unless there is one; True if it is new. Collective."""
@@ -292,82 +240,55 @@ class Decoder:
             warm_up(self._layers, num_topk, padded=True)
         return True
 
-    def _prefill(
-        self, model: Model, prompts: torch.Tensor, mask: torch.Tensor | None, shape: Shape, passes: int
-    ) -> torch.Tensor | None:
-        """Fill the cache; returns the logits [B, V] after each prompt, None without rows. Collective."""
-        num_rows, num_columns = prompts.shape
-        share, logits = self._rows_per_prefill(num_columns), []
-        self._cache.clear()
-        for index in range(passes):
-            part = slice(index * share, min((index + 1) * share, num_rows))
-            if part.start >= num_rows:
-                self.prefill_nothing(model)
-                continue
-            own_mask = None if mask is None else mask[part]
-            logits.append(self.prefill(model, prompts[part], own_mask, part.start, shape.capacity))
-        return torch.cat(logits) if logits else None
-
-    def clear(self, first: int, count: int) -> None:
-        """Zero the keys and values of rows [first, first + count). Local, no host sync."""
-        self._cache.clear(first, count)
-
-    def prefill_nothing(self, model: Model) -> None:
-        """Take part in a prefill of other ranks. Collective."""
-        with self._session.sitting_out():
-            dummy = torch.zeros(1, 1, dtype=torch.int64, device=self._session.group.device)
-            model(input_ids=dummy, use_cache=False)
-
-    def prefill(
-        self, model: Model, prompts: torch.Tensor, mask: torch.Tensor | None, first: int, capacity: int
-    ) -> torch.Tensor:
-        """Compute the prompts [B', P] of rows [first, first + B') in one pass, and store their keys and values.
-
-        Args:
-            mask: [B', P], 0 for padding on the left; None without. capacity: C of the rows' sequences.
-        Returns: the logits [B', V] after each prompt. Collective, no host sync on a transport that has none.
-        """
-        lengths = None if mask is None else mask.sum(-1)
-        positions = torch.arange(prompts.shape[1], device=prompts.device)[None]
-        if mask is not None:
-            positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    def start(self, model: Model, starts: Sequence[RowStart]) -> None:
+        """Prefill sequences in consecutive rows and choose their first tokens, which `read(1, rows)` returns; without
+        starts, take part in the prefill of other ranks. Collective, no host sync on a transport that has none."""
+        session, device = self._session, self._session.group.device
+        if not starts:
+            with session.sitting_out():
+                model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False)
+            return
+        first, count = starts[0].row, len(starts)
+        sizes = [len(start.prompt) for start in starts]
+        longest = max(sizes)
+        padded = [(0,) * (longest - len(start.prompt)) + start.prompt for start in starts]
+        positions, mask, lengths = torch.arange(longest, device=device)[None], None, None
+        if min(sizes) < longest:
+            lengths = torch.tensor(sizes, device="cpu").to(device, non_blocking=True)
+            positions = positions - (longest - lengths[:, None])
+            positions, mask = positions.clamp(min=0), (positions >= 0).long()
+        sampled = any(start.temperature > 0 for start in starts)
+        capacity = pass_shape(count, longest + 1, sampled).capacity
+        self._cache.clear(first, count)  # of an earlier sequence
+        self._cache.begin_prefill(first, count, capacity, lengths)
         keep: dict[str, Any] = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
-        self._cache.begin_prefill(first, prompts.shape[0], capacity, lengths)
         output = model(
-            input_ids=prompts,
+            input_ids=torch.tensor(padded, device="cpu").to(device, non_blocking=True),
             attention_mask=mask,
             position_ids=positions,
             use_cache=True,
             **{_cache_name(model.__class__): self._cache},
             **keep,
         )
-        return output.logits[:, -1]
+        self.sequences.begin(starts)
+        self.sequences.step.zero_()
+        self.sequences.advance(output.logits[:, -1], sampled=sampled, first=first)
 
-    def _begin(self, prompts: torch.Tensor, mask: torch.Tensor | None, options: GenerationOptions) -> Sequences:
-        """Set the state after the prompts: each row's last position, and the number of tokens that it wants."""
-        sequences = self.sequences
-        num_rows, num_columns = prompts.shape
-        sequences.end_all(options.end_ids)
-        sampling = None
-        if options.temperature > 0:
-            like = sequences.temperature[:num_rows]
-            sampling = Sampling(
-                temperature=torch.full_like(like, options.temperature),
-                top_p=torch.full_like(like, options.top_p),
-                seeds=torch.tensor(options.seeds_of(num_rows), dtype=torch.int64, device="cpu").to(prompts.device),
-            )
-        lengths = prompts.new_full((num_rows,), num_columns) if mask is None else mask.sum(-1)
-        sequences.begin(0, lengths - 1, torch.full_like(lengths, options.max_new_tokens), sampling)
-        return sequences
+    def decode(self, model: Model, passes: int, shape: Shape) -> torch.Tensor:
+        """Run passes, replayed if they are captured; returns their tokens as `read` does. Collective, host sync."""
+        for _ in range(passes):
+            self._run(model, shape)
+        self._check()
+        return self.read(passes, shape.rows)
 
     def _step(self, model: Model, shape: Shape) -> None:
         """One pass: every live row of the bucket gets its next token. A function of fixed shapes without host sync."""
-        sequences, cache, session = self.sequences, self._cache, self._session
+        sequences, cache = self.sequences, self._cache
         here = slice(shape.rows)
         cache.begin_decode(shape.rows, shape.capacity, sequences.positions[here])
-        experts = _PassExperts(session, self._layers, sequences.live[here], sequences.num_tokens(shape.rows))
+        experts = self._live_experts(sequences.live[here, None], sequences.num_tokens(shape.rows))
         text = model.config.get_text_config()
-        with session.decoding(experts), grouped_attention(text):
+        with self._session.decoding(experts), grouped_attention(text):
             output = model(
                 input_ids=sequences.tokens[here, None],
                 attention_mask=cache.masks(text, model.dtype),
@@ -377,8 +298,24 @@ class Decoder:
             )
         sequences.advance(output.logits[:, -1], sampled=shape.sampled)
 
-    def run(self, model: Model, shape: Shape) -> None:
-        """One pass, replayed if it is captured. Collective, no host sync."""
+    def _live_experts(self, live: torch.Tensor, num_tokens: torch.Tensor) -> DecodeExperts:
+        """Computes experts for the live rows of one pass; other rows go to no expert, and their results are zero.
+
+        Args: live: [B, 1] bool. num_tokens: [1] int32, the number of rows up to the last live one.
+        """
+        counted: dict[int, torch.Tensor] = {}  # by K, made once for all layers to save launches
+
+        def compute(index: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            num_topk = ids.shape[1]
+            if num_topk not in counted:
+                counted[num_topk] = live.long().expand(-1, num_topk).reshape(-1)
+            self._session.load.add_times(index, ids, counted[num_topk])
+            ids = torch.where(live, ids, NONE)
+            return self._layers[index].forward_routed(x, ids, weights.float(), num_tokens=num_tokens)
+
+        return compute
+
+    def _run(self, model: Model, shape: Shape) -> None:
         replay = self._replays.get(shape) if self.graphs else None
         if replay is None:
             self._step(model, shape)
@@ -398,8 +335,8 @@ class Decoder:
         live = sequences.live.clone()
         sequences.live.zero_()  # rows that are not live keep their tokens and positions, and send nothing
         for _ in range(_WARM_UPS):
-            self.run(model, shape)
-        self.check()
+            self._run(model, shape)
+        self._check()
         if shape not in self._replays:
             self._pool = self._pool or new_pool()
             self._replays[shape] = capture(lambda: self._step(model, shape), self._pool)
@@ -407,16 +344,96 @@ class Decoder:
         sequences.step.zero_()
         group.wait_for_all("capture")  # captures take different times, and the next pass has a timeout
 
-    def check(self) -> None:
+    def _check(self) -> None:
         """Raise errors of the passes before their tokens are read. Host sync."""
         assert self._transport is not None
         self._transport.check()
 
     def read(self, passes: int, rows: int) -> torch.Tensor:
-        """The tokens of the last passes, [passes, B] on the host, NONE where a row had ended. Host sync."""
+        """The tokens of the last passes, or of the last prefills, [passes, B] on the host, NONE where a row had ended.
+        Host sync."""
         self.sequences.step.zero_()
         return self.sequences.made[:passes, :rows].to("cpu", copy=True)
 
     def _all_have_ended(self) -> bool:
         """Whether no row of any rank is live. Collective, host sync."""
         return not int(self._session.group.all_reduce_sum(self.sequences.live.sum(0, keepdim=True)))
+
+
+def _starts_of(prompts: torch.Tensor, mask: torch.Tensor | None, options: GenerationOptions) -> list[RowStart]:
+    """The sequences of checked prompts [B, P], in rows from 0. Host sync."""
+    num_rows, num_columns = prompts.shape
+    lengths = [num_columns] * num_rows if mask is None else mask.bool().sum(1).tolist()
+    return [
+        RowStart(
+            row=row,
+            prompt=tuple(tokens[num_columns - length :]),
+            max_new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            seed=seed,
+        )
+        for row, (tokens, length, seed) in enumerate(
+            zip(prompts.tolist(), lengths, options.seeds_of(num_rows), strict=True)
+        )
+    ]
+
+
+class RowDecoder:
+    """A decoder for plans: this rank's rows, in a cache for `num_rows` sequences of `num_positions` tokens each.
+
+    Args:
+        model: of `from_pretrained` or `shard_experts`; `why_not_fixed(model)` must be "".
+        num_rows, num_positions: the most at any time; the same on all ranks.
+        end_ids: tokens that end a sequence; the end token is the last one of its row.
+        graphs: replay decode passes as CUDA graphs, captured at their first use.
+    It takes the place of the model's decoder, whose memory is freed: a `RowDecoder` before it ends.
+    Errors: ValueError for too many end_ids; RuntimeError for a model that computes NaN; those of a lack of memory, at
+    once. Collective.
+    """
+
+    def __init__(
+        self, model: Model, *, num_rows: int, num_positions: int, end_ids: tuple[int, ...], graphs: bool
+    ) -> None:
+        GenerationOptions(max_new_tokens=1, end_ids=end_ids)  # checks them
+        session: Session = model.ep_moe
+        self._model, self._session, self._num_rows = model, session, num_rows
+        if session.decoder is not None:
+            session.decoder.destroy()
+        self._decoder = session.decoder = Decoder(model, graphs=graphs)
+        self._captured: set[tuple[int, Shape]] = set()  # (rank, shape), equal on all ranks
+        self._decoder.prepare(num_rows, num_positions, sampled=True)
+        self._decoder.make_transport(model, num_rows)
+        self._decoder.sequences.end_all(end_ids)
+        everywhere = session.group.num_ranks
+        first = RowStart(row=0, prompt=(0,), max_new_tokens=2)
+        with first_not_finite(model) as name:  # allocates and compiles
+            tokens = self.run(RowsPlan(ended=((),) * everywhere, starts=((first,),) * everywhere))
+        check_finite(torch.tensor(tokens, device="cpu"), name)
+        shapes = (pass_shape(1, 1, False),) * everywhere
+        self.run(RowsPlan(ended=((),) * everywhere, starts=((),) * everywhere, passes=1, shapes=shapes))
+
+    @torch.inference_mode()
+    def run(self, plan: RowsPlan) -> list[list[int]]:
+        """Carry out this rank's part of a plan.
+
+        Returns: tokens [passes][row] of the rows up to the bucket's size, NONE where a row has none, BROKEN where its
+        logits are not finite, which ends it; of a plan with starts one list of the first token of each start.
+        Collective, host sync.
+        """
+        rank, decoder, model = self._session.group.rank, self._decoder, self._model
+        live = decoder.sequences.live
+        if plan.ended[rank]:
+            live[torch.tensor(plan.ended[rank], device=live.device)] = False
+        if any(plan.starts):
+            decoder.start(model, plan.starts[rank])
+            self._session.transport.check()
+            made = decoder.read(1, self._num_rows)[0].tolist()
+            return [[made[start.row] for start in plan.starts[rank]]]
+        if not plan.passes:
+            return []
+        wanted = set(enumerate(plan.shapes))
+        if decoder.graphs and not wanted <= self._captured:
+            decoder.capture_pass(model, plan.shapes[rank])
+            self._captured |= wanted
+        return decoder.decode(model, plan.passes, plan.shapes[rank]).tolist()

@@ -12,7 +12,7 @@ from ep_moe.engines.transformers.decoding.sequences import BROKEN
 
 @contextlib.contextmanager
 def first_not_finite(model: torch.nn.Module) -> Iterator[Callable[[], str]]:
-    """Look at the last position of each decoder layer's first output in the block, a prefill.
+    """Check the last position of each decoder layer's first output in the block, a prefill.
 
     Yields: a call that returns the name of the first layer whose output was not finite, "" if there is none; it waits
     for the device. Local, no host sync in the block.
@@ -20,8 +20,8 @@ def first_not_finite(model: torch.nn.Module) -> Iterator[Callable[[], str]]:
     finite: dict[str, torch.Tensor] = {}
 
     def hook_of(name: str) -> Callable[..., None]:
-        def hook(module: torch.nn.Module, given: Any, output: Any) -> None:
-            del module, given
+        def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+            del module, inputs
             hidden = output[0] if isinstance(output, tuple) else output
             if name not in finite and isinstance(hidden, torch.Tensor):
                 finite[name] = hidden[:, -1].isfinite().all()

@@ -61,7 +61,7 @@ class FixedLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store [B, heads, tokens, head dim]; returns what the tokens attend to: in a prefill the given states, in a
+        """Store [B, heads, tokens, head dim]; returns what the tokens attend to: in a prefill these states, in a
         decode step all entries."""
         del args, kwargs
         if not self.is_initialized:
@@ -108,7 +108,7 @@ class FixedCache(Cache):
         return [tensor for layer in self._own for tensor in (layer.keys, layer.values) if tensor is not None]
 
     def reserve(self, rows: int, capacity: int) -> bool:
-        """Make room for B rows of C positions; True if new memory is needed. Local."""
+        """Reserve memory for B rows of C positions; True if new memory is needed. Local."""
         if rows <= self.rows and capacity <= self.capacity:
             return False
         self.rows, self.capacity = max(rows, self.rows), max(capacity, self.capacity)
@@ -174,13 +174,13 @@ class FixedCache(Cache):
                 kept.scatter_(2, index.expand(-1, states.shape[1], 1, states.shape[3]), states)
             return memory[0], memory[1]
         num_tokens = key_states.shape[2]
-        held = min(num_tokens, entries)
+        count = min(num_tokens, entries)
         for kept, states in zip(memory, (key_states, value_states), strict=True):
             if self._lengths is None and num_tokens <= entries:
-                kept[:, :, :held] = states
+                kept[:, :, :count] = states
             else:
                 index = self._prefill_index(num_tokens, entries, states)
-                kept[:, :, :held] = states.gather(2, index.expand(-1, states.shape[1], held, states.shape[3]))
+                kept[:, :, :count] = states.gather(2, index.expand(-1, states.shape[1], count, states.shape[3]))
         return key_states, value_states
 
     def _decode_index(self, entries: int) -> torch.Tensor:
@@ -191,7 +191,7 @@ class FixedCache(Cache):
         return self._indices[entries,]
 
     def _prefill_index(self, num_tokens: int, entries: int, states: torch.Tensor) -> torch.Tensor:
-        """[B, 1, held, 1], the column of the padded prompt that each entry holds: the last position p < length with
+        """[B, 1, count, 1], the column of the padded prompt that each entry holds: the last position p < length with
         p mod S = entry. Example: S 4, no padding, P 6: entries 0 to 3 hold positions 4, 5, 2, 3."""
         key = (num_tokens, entries)
         if key not in self._indices:

@@ -10,11 +10,9 @@ from ep_moe.engines.common.agreement import Agreement
 from ep_moe.engines.transformers.decoding.finite import not_finite
 from ep_moe.engines.transformers.decoding.options import GenerationOptions, check_prompts
 from ep_moe.engines.transformers.decoding.sequences import NONE
-from ep_moe.engines.transformers.hooks import Session
+from ep_moe.engines.transformers.hooks import Model, Session
 
 LEAST_TEMPERATURE = 1e-30  # of transformers' loop: logits divided by less may be beyond float32
-
-Model = Any  # a transformers model; its mixins are more than a type checker can follow
 
 
 class FinishRows(StoppingCriteria):

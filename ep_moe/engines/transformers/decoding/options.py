@@ -9,10 +9,9 @@ import torch
 from transformers import AutoTokenizer
 
 from ep_moe.engines.transformers.decoding.sequences import MOST_END_IDS
+from ep_moe.engines.transformers.hooks import Model
 from ep_moe.fields import check_fields
 from ep_moe.tensors import check_tensor
-
-Model = Any  # a transformers model; its mixins are more than a type checker can follow
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,8 @@
-"""The shapes of decode passes, in powers of two, and their capture as CUDA graphs."""
+"""The work of ranks that generate in step: plans, the shapes of decode passes, their capture as CUDA graphs.
+
+A plan is equal on all ranks. It says what every rank does next, so that ranks need not agree on anything else: which of
+them sit out a prefill, and which capture a pass that the others only take part in.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,7 +15,7 @@ LEAST_CAPACITY = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """The key of a captured pass: rows of its bucket, capacity, and whether it samples."""
+    """The key of a captured pass: rows of its bucket, capacity in positions, and whether it samples."""
 
     rows: int
     capacity: int
@@ -26,6 +30,41 @@ def pass_shape(num_rows: int, num_positions: int, sampled: bool) -> Shape:
 def bucket_of(number: int, least: int = 1) -> int:
     """The power of two that a number of rows or positions is rounded up to. Local."""
     return max(1 << max(number - 1, 0).bit_length(), least)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RowStart:
+    """A sequence that starts in a row of a rank.
+
+    Args:
+        row: its index, in which no sequence runs. prompt: token ids, one or more.
+        max_new_tokens: 1 or more. temperature: 0 takes the likeliest token. top_p: in (0, 1]. seed: of the sampling.
+    """
+
+    row: int
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RowsPlan:
+    """A prefill of new rows, or a few decode passes; each field but `passes` has an entry for each rank.
+
+    Args:
+        ended: rows that end before anything else because their client has left.
+        starts: sequences to prefill, in consecutive rows; their prompts, padded to the longest, have at most
+            max_tokens_per_rank tokens.
+        passes: decode passes, 0 in a plan with starts.
+        shapes: of these passes.
+    """
+
+    ended: tuple[tuple[int, ...], ...]
+    starts: tuple[tuple[RowStart, ...], ...]
+    passes: int = 0
+    shapes: tuple[Shape, ...] = ()
 
 
 def new_pool() -> Any:

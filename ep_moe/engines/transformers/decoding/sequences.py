@@ -1,27 +1,56 @@
 """The state of a rank's sequences on the device: a pass reads it, and writes the state of the next pass.
 
-Letters: B rows, V vocabulary.
+A sampled token depends on seed, position and logits alone: the same sequence gets the same tokens in any batch, on any
+rank. Letters: B rows, V vocabulary.
 """
 
-import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from ep_moe.engines.transformers.decoding.sampling import sample, uniform
+from ep_moe.engines.transformers.decoding.passes import RowStart
 
 MOST_END_IDS = 16
 NONE = -1  # in place of a token of a row that has ended
 BROKEN = -2  # in place of a token whose logits are not finite; the row ends
+_INCREMENT, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # of splitmix64, as int64
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Sampling:
-    """How rows choose their tokens: temperature, top_p [B'] float32 and seeds [B'] int64. Temperature 0 takes the
-    likeliest token."""
+def _shift(numbers: torch.Tensor, count: int) -> torch.Tensor:
+    """Logical right shift; torch's own is arithmetic."""
+    return (numbers >> count) & ((1 << (64 - count)) - 1)
 
-    temperature: torch.Tensor
-    top_p: torch.Tensor
-    seeds: torch.Tensor
+
+def uniform(seeds: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
+    """Numbers in [0, 1) from a seed and a counter each, [B] int64, by splitmix64 (Steele, Lea and Flood, 2014).
+
+    Returns: [B] float32, of 24 random bits. Local, no host sync.
+    """
+
+    def mix(numbers: torch.Tensor) -> torch.Tensor:
+        numbers = (numbers ^ _shift(numbers, 30)) * _FIRST
+        numbers = (numbers ^ _shift(numbers, 27)) * _SECOND
+        return numbers ^ _shift(numbers, 31)
+
+    return _shift(mix(mix(seeds * _INCREMENT) + counters * _INCREMENT), 40).float() * 2.0**-24
+
+
+def sample(logits: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Sample a token for each row among the likeliest tokens that together reach `top_p`.
+
+    Args:
+        logits: [B, V] float32. temperature: [B], above 0. top_p: [B], in (0, 1]. numbers: [B], in [0, 1).
+    Returns: [B] int64, the likeliest token for a temperature near 0. Local, no host sync.
+    """
+    # from the largest logit down, no quotient is above 0; a GPU may take a temperature below the least normal one as 0
+    scaled = (logits - logits.amax(-1, keepdim=True)) / temperature.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
+    ordered, tokens = scaled.softmax(-1).sort(dim=-1, descending=True, stable=True)
+    up_to = ordered.cumsum(-1)
+    taken = (up_to - ordered < top_p[:, None]).sum(-1, keepdim=True).clamp(min=1)  # at least 1, even for NaN
+    goal = numbers[:, None] * up_to.gather(1, taken - 1)
+    place = (up_to <= goal).sum(-1, keepdim=True)
+    return tokens.gather(1, torch.minimum(place, taken - 1)).squeeze(1)
 
 
 class Sequences:
@@ -63,27 +92,21 @@ class Sequences:
         if end_ids:
             self.end_ids[: len(end_ids)] = torch.tensor(end_ids, device="cpu")
 
-    def begin(
-        self, first: int, positions: torch.Tensor, left: torch.Tensor, sampling: "Sampling | None" = None
-    ) -> None:
-        """Set the state after the prompts of rows [first, first + B').
+    def begin(self, starts: Sequence[RowStart]) -> None:
+        """Set the state after the prompts of sequences in consecutive rows. Local, no host sync."""
+        here = slice(starts[0].row, starts[0].row + len(starts))
 
-        Args:
-            positions, left: [B'] int64: of each prompt's last token, and the new tokens that are wanted.
-            sampling: None to take the likeliest tokens.
-        Local, no host sync if the tensors are on the device.
-        """
-        here = slice(first, first + positions.shape[0])
+        def fill(tensor: torch.Tensor, values: list[Any]) -> None:
+            tensor[here].copy_(torch.tensor(values, dtype=tensor.dtype, device="cpu"), non_blocking=True)
+
         self.tokens[here] = 0
-        self.positions[here] = positions
-        self.left[here] = left
-        self.live[here] = left > 0
-        self.greedy[here] = True
-        if sampling is not None:
-            self.greedy[here] = sampling.temperature <= 0
-            self.temperature[here] = torch.where(sampling.temperature > 0, sampling.temperature, 1.0)
-            self.top_p[here] = sampling.top_p
-            self.seeds[here] = sampling.seeds
+        fill(self.positions, [len(start.prompt) - 1 for start in starts])
+        fill(self.left, [start.max_new_tokens for start in starts])
+        fill(self.live, [start.max_new_tokens > 0 for start in starts])
+        fill(self.greedy, [start.temperature <= 0 for start in starts])
+        fill(self.temperature, [start.temperature if start.temperature > 0 else 1.0 for start in starts])
+        fill(self.top_p, [start.top_p for start in starts])
+        fill(self.seeds, [start.seed for start in starts])
 
     def advance(self, logits: torch.Tensor, *, sampled: bool, first: int = 0) -> None:
         """Choose the next token of each live row in [first, first + B'), and move these rows on by one position.
