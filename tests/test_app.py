@@ -145,8 +145,8 @@ def small(tmp_path: Path) -> str:
 
 
 def call(*arguments: str) -> dict[str, Any]:
-    """The report of a job of two ranks on the CPU."""
-    done = CliRunner().invoke(app, [*arguments, "--json", "--nproc", "2", "--device", "cpu"])
+    """The report of a job of one rank on the CPU."""
+    done = CliRunner().invoke(app, [*arguments, "--json", "--nproc", "1", "--device", "cpu"])
     assert done.exit_code == 0, done.stderr
     return json.loads(done.stdout)
 

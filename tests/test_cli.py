@@ -71,9 +71,9 @@ def small(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_the_main_job(tmp_path: Path) -> None:
-    done = call(*EP_MOE, "run", "--json", "--device", "cpu", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_the_main_job() -> None:
+    done = invoke("run", "--json", "--device", "cpu")
+    assert done.exit_code == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["ok"]
     assert report["world_size"] == 4
@@ -392,25 +392,26 @@ def test_under_torchrun_one_rank_prints(tmp_path: Path, small: str) -> None:
     assert report["world_size"] == 2
 
 
-def disturb(act: Callable[[subprocess.Popen[bytes], list[int]], None], cwd: Path) -> tuple[int, str, float]:
-    """Start a long job on 4 ranks and act on it and them; returns exit code, last error line, seconds until the end.
-
-    Nothing may be left running.
+def disturb(
+    command: list[str], ready: bytes, num_processes: int, act: Callable[[subprocess.Popen[bytes], list[int]], None]
+) -> tuple[int, str, float]:
+    """Start a command and act on it and its processes once it has written `ready`; returns exit code, last error line,
+    seconds until the end. Nothing may be left running.
     """
     name, value = "EP_MOE_TEST_MARK", f"{os.getpid()}.{time.time_ns()}"
     mark = f"{name}={value}"
-    command = [*EP_MOE, "generate", "Blessed", "--max-new-tokens", "900", "--device", "cpu", "--timeout-secs", "5"]
+    command = [*EP_MOE, *command, "--device", "cpu", "--timeout-secs", "5"]
     with subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=cwd, env=environ() | {name: value}
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environ() | {name: value}
     ) as process:
         assert process.stderr is not None
         errors = bytearray()
-        while b"generate" not in errors:  # the progress of rank 0: all ranks have met and loaded
+        while ready not in errors:
             chunk = process.stderr.read1()
             assert chunk, errors.decode()
             errors += chunk
         ranks = ranks_of(process.pid, mark)
-        assert len(ranks) == 4
+        assert len(ranks) == num_processes
         act(process, ranks)
         start = time.monotonic()
         errors += process.communicate(timeout=60)[1]
@@ -422,8 +423,10 @@ def disturb(act: Callable[[subprocess.Popen[bytes], list[int]], None], cwd: Path
     return process.returncode, errors.decode().splitlines()[-1], secs
 
 
-def test_ctrl_c_ends_every_rank(tmp_path: Path) -> None:
-    code, line, secs = disturb(lambda process, _: process.send_signal(signal.SIGINT), tmp_path)
+def test_ctrl_c_ends_every_process() -> None:
+    """Of a server: two ranks and the front end."""
+    serve = ["serve", "--port", "0", "--nproc", "2"]
+    code, line, secs = disturb(serve, b"serving", 3, lambda process, _: process.send_signal(signal.SIGINT))
     assert (code, line) == (130, "interrupted")
     assert secs < 15
 
@@ -435,8 +438,10 @@ def test_ctrl_c_ends_every_rank(tmp_path: Path) -> None:
         pytest.param(signal.SIGSTOP, r"error: rank (\d) stopped answering in ", id="SIGSTOP", marks=pytest.mark.matrix),
     ],
 )
-def test_a_lost_rank_is_named(number: signal.Signals, words: str, tmp_path: Path) -> None:
-    code, line, secs = disturb(lambda _, ranks: os.kill(ranks[1], number), tmp_path)
+def test_a_lost_rank_is_named(number: signal.Signals, words: str) -> None:
+    generate = ["generate", "Blessed", "--max-new-tokens", "900", "--nproc", "3"]
+    ready = b"generate"  # the progress of rank 0: all ranks have met and loaded
+    code, line, secs = disturb(generate, ready, 3, lambda _, ranks: os.kill(ranks[1], number))
     assert code == 1
     assert re.match(words, line), line
     assert secs < 20
@@ -508,18 +513,18 @@ def test_ranks_are_the_visible_gpus(command: list[str], monkeypatch: pytest.Monk
 
     monkeypatch.setattr(LAUNCH, "launch", launch)
     warnings = []
-    for num_gpus, options in (
-        *((2, []), (0, []), (2, ["--device", "cpu"])),
-        *((2, ["--nproc", "4"]), (2, ["--nproc", "1"]), (2, ["--nproc", "2"])),
-    ):
+    cases = [(2, []), (0, []), (2, ["--device", "cpu"])]
+    cases += [(2, ["--nproc", "4"]), (2, ["--nproc", "1"]), (2, ["--nproc", "2"])]
+    few = slice(None if command == ["run"] else 1)  # others, of which a server starts another process, do the same
+    for num_gpus, options in cases[few]:
         monkeypatch.setattr("torch.cuda.device_count", lambda num_gpus=num_gpus: num_gpus)
         done = CliRunner().invoke(app, [*command, *options])
         [*warned, error] = done.stderr.splitlines()
         assert (done.exit_code, error) == (1, "error: enough")
         warnings.append(warned)
-    assert started == [(2, "cuda"), (4, "cpu"), (4, "cpu"), (4, "cpu"), (1, "cuda"), (2, "cuda")]
+    assert started == [(2, "cuda"), (4, "cpu"), (4, "cpu"), (4, "cpu"), (1, "cuda"), (2, "cuda")][few]
     cpu, one = "2 of 2 GPUs are not used: 4 ranks compute on the CPU, as each would need its own", "nproc 1"
-    assert warnings == [[], [], [], [f"warning: {cpu}"], [f"warning: 1 of 2 GPUs are not used: {one}"], []]
+    assert warnings == [[], [], [], [f"warning: {cpu}"], [f"warning: 1 of 2 GPUs are not used: {one}"], []][few]
 
 
 def test_dtype_auto_is_the_checkpoints_on_gpus() -> None:

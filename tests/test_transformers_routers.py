@@ -6,25 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from helpers import small_models
+from helpers.small_models import LATENT, LOGITS_LIMIT
+from helpers.threads import one_thread  # noqa: F401
+from transformers import PreTrainedModel
 
 from ep_moe.engines.transformers import shard_experts
 from ep_moe.engines.transformers.routers import FORMS
 from ep_moe.group import EPGroup
 
-COMMON = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "vocab_size": 64,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "initializer_range": 0.4,
-}
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
 GROUPED = {
     "n_routed_experts": 16,
     "num_experts_per_tok": 4,
@@ -50,7 +40,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("olmoe", {"num_experts": 16, "num_experts_per_tok": 4}),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 16, "num_experts_per_tok": 4, "layer_types": ["full_attention"] * 3}),
 }
-LOGITS_LIMIT = 1e-5  # of the largest logit
 WEIGHTS_LIMIT = 1e-6
 STEP = {torch.float32: 0.0, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # between a dtype's neighbors, relative
 
@@ -58,9 +47,7 @@ STEP = {torch.float32: 0.0, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  #
 def make_model(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A model whose routers have a bias of the choice, which transformers sets to zero."""
     model_type, sizes = MODELS.get(name, (name, {}))
-    config = type(AutoConfig.for_model(model_type))(**COMMON | sizes)
-    torch.manual_seed(11)
-    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager", dtype=dtype).eval()
+    model = small_models.make_model(model_type, dtype=dtype, **{"num_key_value_heads": 4} | sizes)
     for key, buffer in model.named_buffers():
         if key.endswith("e_score_correction_bias"):
             buffer.copy_(torch.randn(buffer.shape) * 0.2)
