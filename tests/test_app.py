@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from processes import ROOT
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -27,7 +26,7 @@ from ep_moe.quant import SCHEMES, quantize_weight
 @pytest.fixture(scope="module")
 def training() -> Any:
     """The script `docs/model/train.py` as a module."""
-    spec = importlib.util.spec_from_file_location("train", ROOT / "docs" / "model" / "train.py")
+    spec = importlib.util.spec_from_file_location("train", SHIPPED_MODEL.parents[2] / "docs" / "model" / "train.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -142,14 +142,6 @@ def _registered() -> Iterator[None]:
 token_ids = functools.partial(small_models.token_ids, length=9)
 
 
-@pytest.mark.parametrize("family", MODELS)
-def test_experts_implementation(family: str) -> None:
-    model, ids = make_model(family), token_ids(0)
-    expected = logits_of(model, ids)
-    model.set_experts_implementation("ep_moe")
-    assert worst_row_error(logits_of(model, ids), expected) < LIMIT
-
-
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("family", MODELS)
 def test_logits_on_one_rank(family: str, form: str) -> None:

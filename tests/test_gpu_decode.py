@@ -15,13 +15,11 @@ from helpers.small_models import make_model
 from test_gpu import on_gpus
 
 from ep_moe.app.start import SHIPPED_MODEL
-from ep_moe.config import GroupConfig, Layout
+from ep_moe.config import GroupConfig
 from ep_moe.engines.transformers import GenerationOptions, from_pretrained, generate, shard_experts
 from ep_moe.engines.transformers.decoding import Decoder, decoder_of, why_no_graphs
 from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.launch import RankFailedError, launch
-from ep_moe.quant import get_scheme
-from ep_moe.routing import Routing
 
 CONFIG = GroupConfig(timeout_secs=60)
 WIDE = {"hidden_size": 64, "head_dim": 16, "num_key_value_heads": 2, "intermediate_size": 64, "num_local_experts": 8}
@@ -153,38 +151,6 @@ def fall_back(group: EPGroup) -> str:
 def test_a_transport_that_waits_on_the_host_decodes_without_graphs(num_ranks: int) -> None:
     reasons = launch(fall_back, num_ranks=num_ranks, config=CONFIG, device="cuda")
     assert reasons == ["decoding runs without CUDA graphs: CollectiveTransport waits on the host"] * num_ranks
-
-
-def open_slot(group: EPGroup) -> str:
-    """The error of a capture that begins while a slot is open, and tokens after that round has ended."""
-    model = from_pretrained(SHIPPED_MODEL, group, dtype=torch.bfloat16, transport="nvlink")
-    ids, mask = shipped_prompts(group, 2)
-    passes = Decoder(model, graphs=True)
-    expected = run(passes, model, ids, mask, max_new_tokens=9)
-    passes.drop_graphs()
-    transport = passes._transport
-    assert transport is not None
-    nobody = Routing(
-        topk_ids=torch.zeros(0, 4, dtype=torch.int32, device=group.device),
-        topk_weights=torch.zeros(0, 4, device=group.device),
-    )
-    tokens = torch.zeros(0, 256, dtype=torch.bfloat16, device=group.device)
-    transport.dispatch_send(tokens, nobody, layout=Layout.COMPACT, scheme=get_scheme("none"))
-    try:
-        run(passes, model, ids, mask, max_new_tokens=9)
-    except RuntimeError as error:
-        message = str(error)
-    transport.abandon()
-    again = run(passes, model, ids, mask, max_new_tokens=9)
-    model.ep_moe.destroy()
-    return message if torch.equal(again, expected) else "other tokens afterwards"
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("num_ranks", on_gpus(2))
-def test_a_capture_with_an_open_slot_is_refused(num_ranks: int) -> None:
-    message = "slot 0 has an open round: a decode pass is captured when all rounds have ended"
-    assert launch(open_slot, num_ranks=num_ranks, config=CONFIG, device="cuda") == [message] * num_ranks
 
 
 def lose_between_replays(group: EPGroup, victim: int, how: str, folder: Path) -> None:
