@@ -12,6 +12,7 @@ from ep_moe.app.rounded import load_rounded
 from ep_moe.app.session import (
     Model,
     PhaseClock,
+    gather_report,
     load_expert_parallel,
     load_tokenizer,
     load_whole,
@@ -53,20 +54,13 @@ def evaluate_rank_main(group: EPGroup, engine: EngineConfig, config: EvalConfig)
             with clock.phase("rounded_model"):
                 rounded_nats = _total_nats(load_rounded(group, engine), mine, group.device, progress)
     group.wait_for_all("whole model")  # local work takes different times, and the next collective has a timeout
-    parts = group.all_gather_object(
-        {
-            "nats": nats,
-            "whole_nats": whole_nats,
-            "rounded_nats": rounded_nats,
-            "expert_load": expert_load,
-            "secs": dict(clock.secs),
-        }
+    parts, report = gather_report(
+        group, clock, expert_load, nats=nats, whole_nats=whole_nats, rounded_nats=rounded_nats
     )
     predicted = sum(batch.numel() - batch.shape[0] for batch in batches)
     predicted_bytes = predicted * len(text) / tokens.numel()
     loss = sum(part["nats"] for part in parts) / predicted_bytes
-    report = {
-        "world_size": group.num_ranks,
+    report |= {
         "model": str(model_dir(engine)),
         "dtype": engine.dtype,
         "scheme": scheme,
@@ -74,8 +68,6 @@ def evaluate_rank_main(group: EPGroup, engine: EngineConfig, config: EvalConfig)
         "predicted_tokens": predicted,
         "nats_per_byte": loss,
         "bits_per_byte": loss / math.log(2),
-        "expert_load": torch.tensor([part["expert_load"] for part in parts]).sum(0).tolist(),
-        "times": {f"{name}_secs": max(part["secs"][name] for part in parts) for name in parts[0]["secs"]},
     }
     if config.whole:
         whole_loss = sum(part["whole_nats"] for part in parts) / predicted_bytes

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from ep_moe.app.generate import GenerateConfig
-from ep_moe.app.session import PhaseClock, load_expert_parallel, load_tokenizer, progress_bar, start_task
+from ep_moe.app.session import PhaseClock, gather_report, load_expert_parallel, load_tokenizer, progress_bar, start_task
 from ep_moe.config import EngineConfig
 from ep_moe.engines.transformers import GenerationOptions, generate
 from ep_moe.engines.transformers.decoding import decoder_of, end_ids_of
@@ -66,22 +66,14 @@ def generate_rank_main(group: EPGroup, engine: EngineConfig, config: GenerateCon
         expert_load = session.expert_load.tolist()
         memory = {} if decoder is None else decoder.memory
         session.destroy()
-    parts = group.all_gather_object({"made": made, "expert_load": expert_load, "secs": dict(clock.secs)})
+    parts, report = gather_report(group, clock, expert_load, made=made)
     everything = {index: entry for part in parts for index, entry in part["made"].items()}
-    generate_secs = max(part["secs"]["generate"] for part in parts)
     new_tokens = sum(count for _, count in everything.values())
-    return {
-        "world_size": group.num_ranks,
+    report["times"]["tokens_per_sec"] = new_tokens / report["times"]["generate_secs"]
+    return report | {
         "prompts": list(config.prompts),
         "text": [everything[index][0] for index in range(len(config.prompts))],
         "new_tokens": new_tokens,
-        "expert_load": torch.tensor([part["expert_load"] for part in parts]).sum(0).tolist(),
-        "times": {
-            "load_secs": max(part["secs"]["load"] for part in parts),
-            "warm_up_secs": max(part["secs"]["warm_up"] for part in parts),
-            "generate_secs": generate_secs,
-            "tokens_per_sec": new_tokens / generate_secs,
-        },
         "decode_graphs": decoder is not None and decoder.graphs,
         "memory": memory,
     }

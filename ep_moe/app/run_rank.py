@@ -15,6 +15,7 @@ from ep_moe.app.run import RunConfig
 from ep_moe.app.session import (
     Model,
     PhaseClock,
+    gather_report,
     load_expert_parallel,
     load_tokenizer,
     load_whole,
@@ -57,28 +58,46 @@ def run_rank_main(group: EPGroup, engine: EngineConfig, config: RunConfig) -> di
         with group.guard("generate"):
             ours = _trace(model, prompt_ids, new_tokens, windows, progress, clock=clock, session=session)
         expert_load, scheme = session.expert_load.tolist(), session.scheme
-        owners = _owners(session)
+        placement = session.transport.placement
+        owners = [list(placement.local_experts(rank)) for rank in range(group.num_ranks)]
         session.destroy()
         del model, session, layer
         with clock.phase("whole_model"):
             whole = _trace(load_whole(group, engine), prompt_ids, new_tokens, windows, progress)
     group.wait_for_all("whole model")  # local work takes different times, and the next collective has a timeout
-    parts = group.all_gather_object(
-        {
-            "rank": group.rank,
-            "device": str(group.device),
-            "prompt": prompt,
-            "text": tokenizer.decode(ours.tokens),
-            "tokens_equal": torch.equal(ours.tokens, whole.tokens),
-            "max_logit_diff": _largest_difference(ours, whole),
-            "new_tokens": ours.tokens.numel(),
-            "teacher_tokens": sum(window.numel() for window in windows),
-            "expert_load": expert_load,
-            "secs": dict(clock.secs),
-            "layer_secs": {name: layer_clock.secs[name] for name in LAYER_PHASES},
-        }
+    parts, report = gather_report(
+        group,
+        clock,
+        expert_load,
+        rank=group.rank,
+        device=str(group.device),
+        prompt=prompt,
+        text=tokenizer.decode(ours.tokens),
+        tokens_equal=torch.equal(ours.tokens, whole.tokens),
+        max_logit_diff=_largest_difference(ours, whole),
+        new_tokens=ours.tokens.numel(),
+        teacher_tokens=sum(window.numel() for window in windows),
+        layer_secs={name: layer_clock.secs[name] for name in LAYER_PHASES},
     )
-    return _report(parts, owners, scheme, engine, config)
+    largest = float(torch.tensor([part["max_logit_diff"] for part in parts], dtype=torch.float64).max())
+    tokens_equal = all(part["tokens_equal"] for part in parts)
+    keys = ("rank", "device", "prompt", "tokens_equal", "max_logit_diff", "new_tokens")
+    return report | {
+        "ok": tokens_equal and largest <= config.max_logit_diff,
+        "model": str(model_dir(engine)),
+        "dtype": engine.dtype,
+        "scheme": scheme,
+        "tokens_equal": tokens_equal,
+        "max_logit_diff": largest,
+        "max_logit_diff_allowed": config.max_logit_diff,
+        "new_tokens": sum(part["new_tokens"] for part in parts),
+        "teacher_tokens": sum(part["teacher_tokens"] for part in parts),
+        "text": [part["prompt"] + part["text"] for part in parts],
+        "ranks": [
+            {key: part[key] for key in keys} | {"experts": experts} for part, experts in zip(parts, owners, strict=True)
+        ],
+        "layer_times": {f"{name}_secs": max(part["layer_secs"][name] for part in parts) for name in LAYER_PHASES},
+    }
 
 
 def _windows(tokens: torch.Tensor, window: int, group: EPGroup) -> list[torch.Tensor]:
@@ -152,43 +171,3 @@ def _largest_difference(ours: _Trace, whole: _Trace) -> float:
     ]
     differences = [(a - b).abs().max() for a, b in pairs if a.numel()]
     return float(torch.stack(differences).max())  # propagates NaN, unlike Python's max
-
-
-def _owners(session: Session) -> list[list[int]]:
-    """The logical experts of each rank."""
-    placement = session.transport.placement
-    return [list(placement.local_experts(rank)) for rank in range(placement.num_ranks)]
-
-
-def _report(
-    parts: list[dict[str, Any]], owners: list[list[int]], scheme: str, engine: EngineConfig, config: RunConfig
-) -> dict[str, Any]:
-    largest = float(torch.tensor([part["max_logit_diff"] for part in parts], dtype=torch.float64).max())
-    tokens_equal = all(part["tokens_equal"] for part in parts)
-    phases = {
-        f"{name}_secs": max(part["secs"][name] for part in parts)
-        for name in ("load", "generate", "teacher_forced", "whole_model")
-    }
-    layer_phases = {f"{name}_secs": max(part["layer_secs"][name] for part in parts) for name in LAYER_PHASES}
-    expert_load = torch.tensor([part["expert_load"] for part in parts]).sum(0)
-    return {
-        "ok": tokens_equal and largest <= config.max_logit_diff,
-        "world_size": len(parts),
-        "model": str(model_dir(engine)),
-        "dtype": engine.dtype,
-        "scheme": scheme,
-        "tokens_equal": tokens_equal,
-        "max_logit_diff": largest,
-        "max_logit_diff_allowed": config.max_logit_diff,
-        "new_tokens": sum(part["new_tokens"] for part in parts),
-        "teacher_tokens": sum(part["teacher_tokens"] for part in parts),
-        "text": [part["prompt"] + part["text"] for part in parts],
-        "ranks": [
-            {key: part[key] for key in ("rank", "device", "prompt", "tokens_equal", "max_logit_diff", "new_tokens")}
-            | {"experts": experts}
-            for part, experts in zip(parts, owners, strict=True)
-        ],
-        "expert_load": expert_load.tolist(),
-        "times": phases,
-        "layer_times": layer_phases,
-    }

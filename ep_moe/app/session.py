@@ -94,6 +94,18 @@ class PhaseClock:
             self.secs[name] += time.perf_counter() - start
 
 
+def gather_report(
+    group: EPGroup, clock: PhaseClock, expert_load: list[list[int]], **part: Any
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """All ranks' parts of a report, in rank order, and the entries that every report has. Collective."""
+    parts = group.all_gather_object(part | {"expert_load": expert_load, "secs": dict(clock.secs)})
+    return parts, {
+        "world_size": group.num_ranks,
+        "expert_load": torch.tensor([other["expert_load"] for other in parts]).sum(0).tolist(),
+        "times": {f"{name}_secs": max(other["secs"][name] for other in parts) for name in clock.secs},
+    }
+
+
 def progress_bar(group: EPGroup) -> Progress:
     """A progress display on standard error, on rank 0 only."""
     return Progress(

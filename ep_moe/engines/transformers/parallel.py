@@ -5,6 +5,7 @@ on, a tensor-parallel style in 5.17 and 5.18; the releases in between have no ho
 Letters: T tokens on this rank, H hidden, K top-k, E experts of all ranks, R ranks of the expert group.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -83,10 +84,7 @@ class MeshExperts:
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Compute this rank's tokens [T, H]; ids [T, K] are global. Collective, inference only."""
-
-        def run() -> torch.Tensor:
-            return self._run(hidden_states, top_k_index, top_k_weights.float())
-
+        run = functools.partial(self._run, hidden_states, top_k_index, top_k_weights.float())
         return without_backward(self._experts, run, hidden_states, top_k_weights)
 
     def _run(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
