@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from ep_moe.config import DTYPES
-from ep_moe.quant import QuantScheme, StoredMatrix, get_scheme
+from ep_moe.quant import QuantScheme, StoredMatrix, get_scheme, with_block
+from ep_moe.weights.method import scales_of_halves, scheme_of_halves
 
 SCALE = "scale_inv"  # behind the name of a parameter
 ACTIVATION_SCALE = "activation_scale"
-_WHOLE_BLOCK = (128, 128)
 
 
 def first_of(module: Any) -> str:
@@ -25,7 +25,6 @@ def first_of(module: Any) -> str:
 def scheme_of(module: Any) -> QuantScheme:
     """The scheme of an experts module: "none" unless its weights are in fp8.
 
-    With a scale per tensor the halves of the first weight have one each, so that they become one for each row.
     Errors: ValueError names weights that are not computed here. Local.
     """
     name, first = type(module).__name__, first_of(module)
@@ -38,21 +37,17 @@ def scheme_of(module: Any) -> QuantScheme:
     if module.block_size is None:
         if scale.dtype != torch.float32:
             raise ValueError(f"{first}_{SCALE} of {name} is {scale.dtype}; per tensor it must be torch.float32")
-        return get_scheme("fp8_tensor_channel" if static else "fp8_token")
+        return scheme_of_halves(get_scheme("fp8_tensor"), 1) if static else get_scheme("fp8_token")
     if static:
         raise ValueError(f"{name} has weights in blocks and static scales of activations, which are not computed here")
-    rows, columns = block_of(module)
-    if scale.dtype == torch.float8_e8m0fnu:
-        if (rows, columns) != _WHOLE_BLOCK:
-            raise ValueError(f"{name} has blocks of {rows}x{columns} with {scale.dtype} scales, which need 128x128")
-        return get_scheme("fp8_block_ue8m0")
-    return get_scheme("fp8_block" if (rows, columns) == _WHOLE_BLOCK else f"fp8_block_{rows}x{columns}")
+    return scheme_of_halves(_in_blocks(module, scale), module.down_proj.shape[2])
 
 
-def block_of(module: Any) -> tuple[int, int]:
-    """Rows and columns that share a scale here: blocks whose rows do not divide I are cut. Local."""
-    rows, columns = module.block_size
-    return math.gcd(rows, module.down_proj.shape[2]), columns
+def _in_blocks(module: Any, scale: torch.Tensor) -> QuantScheme:
+    """The scheme with the module's own blocks."""
+    scheme = get_scheme("fp8_block_ue8m0" if scale.dtype == torch.float8_e8m0fnu else "fp8_block")
+    block = tuple(module.block_size)
+    return scheme if block == scheme.weight.block else with_block(scheme, *block)
 
 
 def matrix(module: Any, key: str, parameter: Callable[[str], torch.Tensor], scheme: QuantScheme) -> StoredMatrix:
@@ -63,22 +58,22 @@ def matrix(module: Any, key: str, parameter: Callable[[str], torch.Tensor], sche
     """
     values, scale = parameter(key), parameter(f"{key}_{SCALE}")
     halves = 2 if module.has_gate and key == first_of(module) else 1
-    rows = values.shape[1] // halves
-    scale = scale if scale.dtype == torch.float32 else scale.float()
-    if scheme.weight.granularity == "channel":
-        each = scale.reshape(scale.shape[0], -1)
-        return StoredMatrix(values, scale=each.repeat_interleave(values.shape[1] // each.shape[1], dim=1))
-    theirs, ours = module.block_size[0], scheme.weight.block[0]
-    expected = (values.shape[0], halves * math.ceil(rows / theirs), math.ceil(values.shape[2] / module.block_size[1]))
+    num_experts, rows, columns = values.shape
+    if module.block_size is None:
+        each = scale.float().reshape(num_experts, -1)
+        return StoredMatrix(values, scale=each.repeat_interleave(rows // each.shape[1], dim=1))
+    expected = (
+        num_experts,
+        halves * math.ceil(rows / halves / module.block_size[0]),
+        math.ceil(columns / module.block_size[1]),
+    )
     if tuple(scale.shape) != expected:
         raise ValueError(
             f"{key}_{SCALE} of {type(module).__name__} is {tuple(scale.shape)}; {key} {tuple(values.shape)} in blocks "
             f"of {module.block_size} needs {expected}"
         )
-    if ours != theirs:
-        parts = scale.unflatten(1, (halves, -1)).repeat_interleave(theirs // ours, dim=2)
-        scale = parts[:, :, : math.ceil(rows / ours)].flatten(1, 2)
-    return StoredMatrix(values, scale=scale.contiguous())
+    stored = _in_blocks(module, scale).weight
+    return StoredMatrix(values, scale=scales_of_halves(scale.float(), stored, scheme.weight, rows, halves).contiguous())
 
 
 def static_scales(module: Any, num_experts: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
