@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.small_models import make_model
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config
@@ -141,11 +142,7 @@ def test_what_cannot_be_written(small: Path, tmp_path: Path, name: str, words: s
 
 def gpt_oss(directory: Path) -> Any:
     """A small random gpt-oss, with biases and rows of several magnitudes."""
-    from test_families import make_config
-
-    torch.manual_seed(3)
-    config = make_config("gpt_oss", hidden_size=96, intermediate_size=64)
-    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()
+    model = make_model("gpt_oss", seed=3, hidden_size=96, num_local_experts=4)
     for value in model.state_dict().values():
         if torch.equal(value, torch.zeros_like(value)):
             value += 0.3 * torch.randn_like(value)
