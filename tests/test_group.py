@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from fake_rows import continuation, lead
+from helpers.fake_rows import continuation, lead
 
 from ep_moe.config import GroupConfig
 from ep_moe.engines.transformers.decoding.passes import RowsPlan, RowStart, Shape

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """One thread for the tests of a folder whose conftest imports this."""
+    """One thread, for the tests of a file, or of a folder whose conftest imports this."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

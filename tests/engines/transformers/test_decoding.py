@@ -13,7 +13,6 @@ from unittest import mock
 import pytest
 import torch
 from helpers.decoding import MODELS, TEXTS, by_passes, by_transformers, captured_on_a_cpu, prompts_of, sharded_model
-from helpers.threads import one_thread  # noqa: F401
 from transformers import GenerationConfig, PreTrainedModel
 
 from ep_moe.app.start import SHIPPED_MODEL

@@ -12,7 +12,6 @@ import torch
 import transformers
 from helpers import small_models
 from helpers.small_models import LATENT, SIZES, assert_close, logits_of, make_config, token_ids
-from helpers.threads import one_thread  # noqa: F401
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.moe import use_experts_implementation

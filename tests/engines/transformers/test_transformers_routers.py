@@ -8,7 +8,6 @@ import pytest
 import torch
 from helpers import small_models
 from helpers.small_models import LATENT, LOGITS_LIMIT
-from helpers.threads import one_thread  # noqa: F401
 from transformers import PreTrainedModel
 
 from ep_moe.engines.transformers import shard_experts

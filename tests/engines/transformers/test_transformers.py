@@ -17,7 +17,6 @@ import pytest
 import torch
 import transformers
 from helpers.small_models import LOGITS_LIMIT, logits_of, make_model, token_ids
-from helpers.threads import one_thread  # noqa: F401
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation

@@ -5,12 +5,12 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.threads import one_thread  # noqa: F401
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -34,15 +34,6 @@ def training() -> Any:
         patch.setitem(sys.modules, "train", module)  # where dataclasses look for it
         spec.loader.exec_module(module)
         yield module
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Small matrices: more threads than free cores would make them many times slower."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_a_listing_becomes_chapters_of_which_every_twentieth_is_held_out(training: Any) -> None:
@@ -86,7 +77,6 @@ def test_the_shipped_tokenizer_reads_bytes(training: Any) -> None:
     assert made.model_max_length == tokenizer.model_max_length == 1024
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_training_makes_a_model_that_loads(training: Any, tmp_path: Path) -> None:
     config = training.TrainConfig(steps=2, device="cpu", batch_size=2, window=32, warmup_steps=1)
     shipped = SHIPPED_TEXT.read_bytes()
@@ -150,7 +140,6 @@ def call(*arguments: str) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_run_on_fp8_equals_the_whole_model(fp8_model: str, small: str) -> None:
     report = call("run", "--model", fp8_model, "--quant", "none", "--config", small)
     assert (report["ok"], report["tokens_equal"], report["scheme"]) == (True, True, "none")
@@ -164,7 +153,6 @@ def test_run_on_fp8_as_it_is_stored_is_refused(fp8_model: str, small: str) -> No
     assert "use --quant none, which dequantizes, or ep-moe eval, which compares losses" in done.stderr
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_eval_on_fp8_has_both_losses(training: Any, fp8_model: str) -> None:
     plain = AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL, dtype=torch.float32, experts_implementation="eager")
     report = call("eval", "--model", fp8_model, "--quant", "auto", "--max-bytes", "4096")

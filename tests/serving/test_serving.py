@@ -1,4 +1,4 @@
-"""The queue, the plans, the text and the HTTP of a server, without its command: tests/test_serve.py has that."""
+"""The queue, the plans, the text and the HTTP of a server, without its command: test_serve.py has that."""
 
 import collections
 import contextlib
@@ -19,9 +19,8 @@ from unittest import mock
 import pytest
 import tokenizers
 import torch
-from fake_rows import LIMITS, FakeRows, continuation, lead
 from helpers.decoding import TEXTS, by_transformers, captured_on_a_cpu, sharded_model
-from helpers.threads import one_thread  # noqa: F401
+from helpers.fake_rows import LIMITS, FakeRows, continuation, lead
 from starlette.testclient import TestClient
 from tokenizers import decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast

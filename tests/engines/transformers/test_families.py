@@ -14,7 +14,6 @@ import pytest
 import torch
 from helpers import small_models
 from helpers.small_models import logits_of
-from helpers.threads import one_thread  # noqa: F401
 from safetensors.torch import save_file
 from torch.nn.functional import linear, silu
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
