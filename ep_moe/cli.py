@@ -1,5 +1,5 @@
 """The command line: ep-moe run | generate | eval | serve | quantize | tune | plan, and ep-moe bench layer | transport |
-model | experts | report.
+model | experts | formats | calls | report.
 
 Results go to standard output, progress and errors to standard error. torch is imported by the commands that need it,
 and transformers by the ranks alone, whose entry points are dotted names: each takes seconds.
@@ -32,7 +32,14 @@ from ep_moe.app.quantize import quantize_model
 from ep_moe.app.run import RunConfig, run
 from ep_moe.app.serve import ServeConfig, serve
 from ep_moe.app.start import is_first_rank, num_local_ranks, on_ranks, pick_device, speaks
-from ep_moe.bench.configs import ExpertsBenchConfig, LayerBenchConfig, ModelBenchConfig, TransportBenchConfig
+from ep_moe.bench.configs import (
+    CallsBenchConfig,
+    ExpertsBenchConfig,
+    FormatsBenchConfig,
+    LayerBenchConfig,
+    ModelBenchConfig,
+    TransportBenchConfig,
+)
 from ep_moe.config import EngineConfig
 from ep_moe.environment import LaunchEnv
 from ep_moe.fields import Field, described
@@ -63,6 +70,8 @@ _ENGINE = EngineConfig()
 _ON_RAY = ("ray", "nodes")
 # loading and compiling may delay a rank
 _BENCH_ENGINE = EngineConfig(dtype="bfloat16", scheme="none", timeout_secs=120.0)
+_ONE_RANK = dataclasses.replace(_BENCH_ENGINE, nproc=1)
+_OF_RANKS = ("model", "nproc", "transport", "placement", "max_tokens_per_rank", *_ON_RAY)  # no options of one rank
 
 # names of implementations, which the config does not know
 _CHOICES = {"transport": ("auto", *TRANSPORT_NAMES), "experts": ("auto", *EXPERTS_NAMES), "placement": PLACEMENT_NAMES}
@@ -124,10 +133,7 @@ def _job(
                 made = {name: config_of(config_type, given) for name, config_type in configs.items()}
                 result = function(engine, **made, **given)
             if show is not None and is_first_rank():
-                if as_json:
-                    typer.echo(json.dumps(_for_json(_as_written(result)), allow_nan=False))
-                else:
-                    show(result)
+                _print(result, show, as_json)
             if not result.get("ok", True):
                 raise typer.Exit(1)
 
@@ -171,11 +177,14 @@ def _engine(given: dict[str, Any], defaults: EngineConfig, fields: Mapping[str, 
     return dataclasses.replace(defaults, **given)
 
 
-def _as_written(report: dict[str, Any]) -> dict[str, Any]:
-    """The report; rows of a benchmark in the form that files have."""
-    if "bench" not in report:
-        return report
-    return report | {"rows": [flatten(report["bench"], row) for row in report["rows"]]}
+def _print(result: dict[str, Any], show: Callable[[dict[str, Any]], None], as_json: bool) -> None:
+    """Show a result, or print it as JSON; rows of a benchmark in the form that files have."""
+    if not as_json:
+        show(result)
+        return
+    if "bench" in result:
+        result = result | {"rows": [flatten(result["bench"], row) for row in result["rows"]]}
+    typer.echo(json.dumps(_for_json(result), allow_nan=False))
 
 
 def _for_json(value: Any) -> Any:
@@ -245,10 +254,7 @@ def quantize_command(
     """Write a model with quantized experts, as others publish them."""
     with _one_line_errors():
         result = quantize_model(model, scheme, str(out))
-    if as_json:
-        typer.echo(json.dumps(result))
-    else:
-        report.show_quantize(result)
+    _print(result, report.show_quantize, as_json)
 
 
 def _plan_command(*, as_json: bool = False, **given: Any) -> None:
@@ -258,10 +264,7 @@ def _plan_command(*, as_json: bool = False, **given: Any) -> None:
     """
     with _one_line_errors():
         result = make_plan(config_of(PlanConfig, given))
-    if as_json:
-        typer.echo(json.dumps(_for_json(result), allow_nan=False))
-    else:
-        show_plan(result)
+    _print(result, show_plan, as_json)
 
 
 _give_options(_plan_command, [*options_of(PlanConfig), _JSON])
@@ -269,12 +272,7 @@ app.command("plan")(_plan_command)
 
 
 @app.command("tune")
-@_job(
-    report.show_tune,
-    dataclasses.replace(_BENCH_ENGINE, nproc=1),
-    ("model", "nproc", "transport", "placement", "layout", "max_tokens_per_rank", "timeout_secs", *_ON_RAY),
-    _NO_CHECKPOINT,
-)
+@_job(report.show_tune, _ONE_RANK, (*_OF_RANKS, "layout", "timeout_secs"), _NO_CHECKPOINT)
 def tune_command(engine: EngineConfig, config: TuneConfig) -> dict[str, Any]:
     """Find the fastest kernels of experts on this GPU.
 
@@ -346,13 +344,7 @@ def _num_ranks(engine: EngineConfig) -> int:
 
 def _repeatable(arguments: list[str]) -> str:
     """The command line without options that only direct its output; under torchrun preceded by torchrun's own."""
-    num_values = {
-        "--append": 1,
-        "--commit": 1,
-        "--trace": 1,
-        "--sweep": 0,
-        "--json": 0,
-    }  # of the options that are left out
+    num_values = {"--append": 1, "--commit": 1, "--trace": 1, "--sweep": 0, "--json": 0}  # options to leave out
     kept, skip = ["ep-moe"], 0
     env = LaunchEnv.from_environ()
     if env is not None:
@@ -416,16 +408,28 @@ def bench_model_command(engine: EngineConfig, config: ModelBenchConfig, file: Ro
 
 
 @bench_app.command("experts")
-@_job(
-    show_rows,
-    dataclasses.replace(_BENCH_ENGINE, nproc=1),
-    ("model", "nproc", "transport", "placement", "max_tokens_per_rank", *_ON_RAY),
-    _NO_CHECKPOINT,
-)
+@_job(show_rows, _ONE_RANK, _OF_RANKS, _NO_CHECKPOINT)
 def bench_experts_command(engine: EngineConfig, config: ExpertsBenchConfig, file: RowsFile) -> dict[str, Any]:
     """Check and time one rank's experts, beside torch's grouped GEMM."""
     _check_scheme(engine)
     return _measure("ep_moe.bench.experts_alone:experts_rank_main", engine, config, file)
+
+
+@bench_app.command("formats")
+@_job(show_rows, _ONE_RANK, (*_OF_RANKS, "scheme"), _NO_CHECKPOINT)
+def bench_formats_command(engine: EngineConfig, config: FormatsBenchConfig, file: RowsFile) -> dict[str, Any]:
+    """Check and time one rank's experts in all number formats.
+
+    As `bench experts` for each of them, beside torch's grouped GEMM.
+    """
+    return _measure("ep_moe.bench.experts_alone:experts_rank_main", engine, config, file)
+
+
+@bench_app.command("calls")
+@_job(show_rows, _ONE_RANK, (*_OF_RANKS, "scheme", "dtype", "experts", "layout"), _NO_CHECKPOINT)
+def bench_calls_command(engine: EngineConfig, config: CallsBenchConfig, file: RowsFile) -> dict[str, Any]:
+    """Check and time the calls of other libraries, beside torch."""
+    return _measure("ep_moe.bench.calls:calls_rank_main", engine, config, file)
 
 
 @bench_app.command("report")

@@ -25,6 +25,12 @@ ROUTINGS = ("uniform", "skewed", "one_rank")
 EXPERTS_IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
 BESIDE = ("none", "deepgemm")
 COUNTS = ("uneven", "even", "skewed")  # rows of experts in `bench experts`
+CALL_CASES = {  # of `bench calls`: preset and scheme
+    "gpt-oss-120b": ("gpt-oss-120b", "mxfp4_w4a16"),
+    "deepseek-v3-fp4": ("deepseek-v3", "nvfp4_w4a16"),
+    "qwen3-30b": ("qwen3-30b", "none"),
+    "deepseek-v3": ("deepseek-v3", "fp8_block"),
+}
 CHECKED_TOKENS = 64  # per rank, input of each MoE block of `bench model` in its check
 LEAST_MAX_TOKENS = 8  # max_tokens_per_rank of a point with fewer tokens
 SPREADS_DENSE_SINCE = (5, 19)  # of transformers: its expert parallelism also spreads attention and head
@@ -131,6 +137,41 @@ class ExpertsBenchConfig:
         generator = torch.Generator().manual_seed(self.seed * SEED_STRIDE + rows)
         shares = torch.rand(num, generator=generator) * (1.3 - 0.7) + 0.7
         return (shares * rows).round().clamp(min=1).long()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FormatsBenchConfig(ExpertsBenchConfig):
+    """Measurements of `ep-moe bench formats`. Errors: ValueError names the value and the limit."""
+
+    rows: Annotated[tuple[int, ...], Field(help="Rows of each expert (repeatable)", at_least=1)] = (16, 1024)
+    counts: Annotated[tuple[str, ...], Field(help="As of `bench experts` (repeatable)", choices=COUNTS)] = ("even",)
+    schemes: Annotated[tuple[str, ...], Field(help=f"Schemes (repeatable); by default {', '.join(SCHEME_NAMES)}")] = (
+        SCHEME_NAMES
+    )
+
+    def __post_init__(self) -> None:
+        ExpertsBenchConfig.__post_init__(self)
+        from ep_moe.quant import get_scheme
+
+        for name in self.schemes:
+            get_scheme(name)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CallsBenchConfig:
+    """Measurements of `ep-moe bench calls`. Errors: ValueError names the value and the limit."""
+
+    case: Annotated[tuple[str, ...], Field(help="Model and format (repeatable)", choices=CALL_CASES)] = tuple(
+        CALL_CASES
+    )
+    tokens: Annotated[tuple[int, ...], Field(help="Tokens (repeatable)", at_least=1)] = (1, 16, 128, 512, 4096)
+    others: Annotated[bool, Field(help="Time the calls that engines make less often too")] = False
+    seed: Annotated[int, Field(help="Seed of weights and tokens", at_least=0)] = 0
+    warmup: Annotated[int, Field(help="Warm-up calls", at_least=1)] = 5
+    repeats: Annotated[int, Field(help="Timed calls", at_least=1)] = 50
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

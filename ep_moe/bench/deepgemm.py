@@ -29,7 +29,7 @@ _BLOCK = 128  # columns that share a scale, and rows of the tiles that DeepGEMM 
 GEMMS = ("first", "second")
 
 
-class Beside:
+class DeepGemmBaseline:
     """DeepGEMM's module. Errors: RuntimeError if it is not there, ValueError for a layer that it does not compute."""
 
     def __init__(self, engine: EngineConfig, preset: LayerPreset, device: torch.device) -> None:
@@ -56,7 +56,7 @@ class Beside:
 
     def prepare(
         self, rows: int, x: torch.Tensor, ids: torch.Tensor, experts: KernelExperts, weights: ExpertWeights
-    ) -> "BesideWork":
+    ) -> "DeepGemmWork":
         """Both on tokens [N, H] of one expert each, `rows` of each on average. Local, host sync."""
         packed = pack_routed(
             quantize(x, weights.scheme),
@@ -73,15 +73,15 @@ class Beside:
         batch = dataclasses.replace(with_capacity(packed.batch, capacity), expected_rows=rows)
         places = packed.token_to_row[:, 0].long()
         version = str(getattr(self._module, "__version__", "unknown"))
-        return BesideWork(
-            ours=GemmsApart(_apart(experts), batch, weights),
+        return DeepGemmWork(
+            ours=SeparateGemms(_without_overlap(experts), batch, weights),
             theirs=DeepGemm(getattr(self._module, MASKED), batch, weights, self._activation),
             places=places // len(ids) * capacity + places % len(ids),
             setup={"gemm_backend": experts.backend_of(batch, weights), "deepgemm": version},
         )
 
 
-def _apart(experts: KernelExperts) -> KernelExperts:
+def _without_overlap(experts: KernelExperts) -> KernelExperts:
     """The same experts, whose GEMMs do not overlap, so that each can be timed by itself."""
     if experts.name != "hopper":
         return experts
@@ -105,7 +105,7 @@ def with_capacity(batch: ExpertBatch, capacity: int) -> ExpertBatch:
     return dataclasses.replace(batch, x=x, scale=scale, expert_row_start=start)
 
 
-class GemmsApart:
+class SeparateGemms:
     """Our kernels for one batch, each GEMM by itself with the list of row tiles that it follows.
 
     The first one has the activation and the requantization in it. Errors: RuntimeError if they do not give the bits of
@@ -162,10 +162,10 @@ class DeepGemm:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class BesideWork:
+class DeepGemmWork:
     """Both systems on one batch; `places` [N] are the tokens' rows in it, `setup` goes into the row of the report."""
 
-    ours: GemmsApart
+    ours: SeparateGemms
     theirs: DeepGemm
     places: torch.Tensor
     setup: dict[str, str]
@@ -176,7 +176,7 @@ class BesideWork:
 
     def times(self, name: str, group: EPGroup, *, warmup: int, repeats: int) -> dict[str, float]:
         """Microseconds of each GEMM alone, from a cold L2, on a GPU of its graph; of other systems none. Host sync."""
-        systems: dict[str, GemmsApart | DeepGemm] = {OURS: self.ours, "deepgemm": self.theirs}
+        systems: dict[str, SeparateGemms | DeepGemm] = {OURS: self.ours, "deepgemm": self.theirs}
         figures: dict[str, float] = {}
         for gemm in GEMMS if name in systems else ():
 

@@ -30,12 +30,12 @@ class Exchange:
 
     Args:
         dispatch, combine: the halves; `combine` returns the results to the source ranks, in the same tensor each time,
-            allocated beforehand. apart: True if each can be called without the other.
+            allocated beforehand. separable: True if each half can be called without the other.
     """
 
     dispatch: Callable[[], torch.Tensor | None]
     combine: Callable[[], torch.Tensor]
-    apart: bool = False
+    separable: bool = False
 
     def pair(self, times: PhaseTimes | None = None) -> torch.Tensor:
         """One dispatch and its combine, both timed by `times`; returns the combined output. Collective."""
@@ -92,7 +92,7 @@ def by_collectives(
             dist.all_to_all_single(out, y, sent, received, group=group.process_group)
         return out
 
-    return Exchange(dispatch=dispatch, combine=combine, apart=True)
+    return Exchange(dispatch=dispatch, combine=combine, separable=True)
 
 
 def time_exchange(
@@ -100,7 +100,7 @@ def time_exchange(
 ) -> dict[str, list[float]]:
     """Microseconds of pairs on this rank: "sum", of a pair, and "dispatch" and "combine", its halves.
 
-    With a graph, of `count` pairs, with a warm L2: of replays; of the halves' own graphs if they can be called apart,
+    With a graph, of `count` pairs, with a warm L2: of replays; of the halves' own graphs if they are separable,
     else of their kernels in replays, or, if kernels cannot be assigned, by events of eager calls.
     Without: "sum", wall-clock time per pair of `count` pairs and a device sync; the halves between events on the stream
     (wall-clock on a CPU), including the call's waits on the host; "host_dispatch" and "host_combine", the host time.
@@ -122,7 +122,7 @@ def time_exchange(
         return samples | time_phases(exchange.pair, group, repeats=repeats, cold=False)
     run = {"warmup": warmup, "repeats": repeats}
     samples = {"sum": graph.times(group, cold=False, **run)}
-    if not exchange.apart:
+    if not exchange.separable:
         return samples | _time_kernels(exchange, graph, group, count=count, repeats=repeats)
     for name in HALVES:
         samples[name] = capture(getattr(exchange, name), group.device, count).times(group, cold=False, **run)

@@ -1,4 +1,4 @@
-"""`ep-moe bench experts`: the experts of one rank, no exchange, checked and timed beside torch's grouped GEMM.
+"""`ep-moe bench experts` and `formats`: one rank's experts, no exchange, checked and timed beside torch's grouped GEMM.
 
 Letters: N rows of all experts, E logical experts, L local experts, H hidden, I intermediate.
 """
@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 
 from ep_moe.bench import harness
-from ep_moe.bench.configs import ExpertsBenchConfig
+from ep_moe.bench.configs import ExpertsBenchConfig, FormatsBenchConfig
 from ep_moe.bench.grouped import DTYPE, GroupedExperts, has_grouped_gemm
 from ep_moe.bench.harness import Contender, Work, field_values
 from ep_moe.bench.presets import LAYER_PRESETS
@@ -37,7 +37,7 @@ PEAKS = {"NVIDIA H200": (4.8e6, 989e6)}  # bytes from memory and 16-bit operatio
 
 
 def experts_rank_main(group: EPGroup, engine: EngineConfig, config: ExpertsBenchConfig) -> dict[str, Any]:
-    """Measure on the only rank. Returns the report: `ok`, and a report row for each number of rows.
+    """Measure on the only rank. Returns the report: `ok`, and a report row for each scheme and number of rows.
 
     Stops at the first wrong result, which is not timed.
     Errors: ValueError for more than one rank. Host sync.
@@ -46,14 +46,23 @@ def experts_rank_main(group: EPGroup, engine: EngineConfig, config: ExpertsBench
         raise ValueError(f"bench experts measures one rank alone, there are {group.num_ranks}")
     beside = None
     if config.beside == DEEPGEMM:
-        from ep_moe.bench.deepgemm import Beside  # imports Triton, which only Linux has
+        from ep_moe.bench.deepgemm import DeepGemmBaseline  # imports Triton, which only Linux has
 
-        beside = Beside(engine, LAYER_PRESETS[config.preset], group.device)
+        beside = DeepGemmBaseline(engine, LAYER_PRESETS[config.preset], group.device)
     harness.tell(group, f"bench experts: {config.preset}, {config.num_local_experts} experts on {group.device}")
     # without a process group: one rank needs no all-reduce before a timed call, whose launch would delay the call
     alone = EPGroup.single(group.device)
-    points = tuple(itertools.product(config.rows, config.counts))
-    return harness.measure_all("experts", alone, points, _ExpertsBench(alone, engine, config, beside).prepare)
+    schemes = config.schemes if isinstance(config, FormatsBenchConfig) else (engine.scheme,)
+    made: dict[str, _ExpertsBench] = {}
+
+    def prepare(point: tuple[str, int, str], stack: contextlib.ExitStack) -> Work:
+        scheme, rows, counts = point
+        if scheme not in made:
+            made.clear()  # the memory of the last scheme's weights
+            made[scheme] = _ExpertsBench(alone, dataclasses.replace(engine, scheme=scheme), config, beside)
+        return made[scheme].prepare(rows, counts)
+
+    return harness.measure_all("experts", alone, itertools.product(schemes, config.rows, config.counts), prepare)
 
 
 class _ExpertsBench:
@@ -72,11 +81,9 @@ class _ExpertsBench:
             self._random[name], self._weights[name] = made, made.local(range(config.num_local_experts), scheme)
         self._experts = create_experts(engine.experts, self._moe.activation, group.device)
 
-    def prepare(self, point: tuple[int, str], stack: contextlib.ExitStack) -> Work:
-        """The experts and the baseline, to be measured for a number of rows per expert on average, and their counts."""
-        del stack
+    def prepare(self, rows: int, counts: str) -> Work:
+        """The experts and the baselines, to be measured for `rows` rows per expert on average."""
         config, moe, engine = self._config, self._moe, self._engine
-        rows, counts = point
         ids, x = self._tokens(rows, counts)
         backends: list[str] = []
 
@@ -101,7 +108,7 @@ class _ExpertsBench:
         timed = {name: made for name, made in contenders.items() if name != DEEPGEMM}
         samples = functools.cache(lambda: self._samples(timed))
         return Work(
-            what=f"{rows} rows of each expert, {counts}",
+            what=f"{engine.scheme}, {rows} rows of each expert, {counts}",
             shapes={
                 "preset": config.preset,
                 "rows_per_expert": rows,

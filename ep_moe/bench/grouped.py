@@ -50,12 +50,15 @@ class GroupedExperts:
 
 def _activate(x: torch.Tensor, activation: ActivationConfig) -> torch.Tensor:
     """The activation on [N, W] in x's dtype, with as few passes over memory as plain torch allows."""
-    if activation.kind is ActivationKind.SILU:
-        gate, up = x.chunk(2, dim=-1)
-        return silu(gate).mul_(up)
-    if activation.kind is ActivationKind.SWIGLU:
-        gate, up = x.chunk(2, dim=-1)
-        if activation.limit is not None:
-            gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-        return torch.sigmoid(gate * activation.alpha).mul_(gate).mul_(up + activation.beta)
+    if activation.kind in (ActivationKind.SILU, ActivationKind.SWIGLU):
+        return gated(*x.chunk(2, dim=-1), activation)
     return apply_activation(x, activation).to(x.dtype)
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor, activation: ActivationConfig) -> torch.Tensor:
+    """SILU or SWIGLU of two halves [N, I], in their dtype. Local."""
+    if activation.kind is ActivationKind.SILU:
+        return silu(gate).mul_(up)
+    if activation.limit is not None:
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    return torch.sigmoid(gate * activation.alpha).mul_(gate).mul_(up + activation.beta)
