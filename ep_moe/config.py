@@ -164,28 +164,19 @@ class RoutingConfig:
             1 <= self.topk_group <= self.num_group,
             f"topk_group ({self.topk_group}) must be in [1, num_group ({self.num_group})]",
         )
-        require(
-            self.num_group == 1 or self.method is RoutingMethod.DEEPSEEK_V3,
-            f"num_group ({self.num_group}) needs routing method 2, got {self.method.value}",
-        )
         require(self.group_best <= 2, f"group_best ({self.group_best}) must be 1 or 2")
-        require(
-            self.group_best == 2 or self.method is RoutingMethod.DEEPSEEK_V3,
-            f"group_best ({self.group_best}) needs routing method 2, got {self.method.value}",
-        )
-        scales = self.method in (RoutingMethod.DEEPSEEK_V3, RoutingMethod.MINIMAX2)
-        require(
-            scales or self.scoring == "sigmoid",
-            f"scoring ({self.scoring!r}) needs routing method 2 or 7, got {self.method.value}",
-        )
-        require(
-            scales or self.routed_scaling_factor == 1.0,
-            f"routed_scaling_factor ({self.routed_scaling_factor}) needs method 2 or 7, got {self.method.value}",
-        )
-        require(
-            self.norm_topk_prob or self.method in (RoutingMethod.DEEPSEEK_V3, RoutingMethod.SIGMOID_RENORM),
-            f"norm_topk_prob=False needs routing method 2 or 6, got {self.method.value}",
-        )
+        for names, methods in _OF_METHODS.items():
+            for name in names if self.method not in methods else ():
+                value, numbers = getattr(self, name), " or ".join(str(method.value) for method in methods)
+                fits = value == type(self).__dataclass_fields__[name].default
+                require(fits, f"{name} ({value!r}) needs routing method {numbers}, got {self.method.value}")
+
+
+_OF_METHODS = {  # fields of a `RoutingConfig` that only these methods have
+    ("num_group", "group_best"): (RoutingMethod.DEEPSEEK_V3,),
+    ("scoring", "routed_scaling_factor"): (RoutingMethod.DEEPSEEK_V3, RoutingMethod.MINIMAX2),
+    ("norm_topk_prob",): (RoutingMethod.DEEPSEEK_V3, RoutingMethod.SIGMOID_RENORM),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -266,22 +257,16 @@ class TransportConfig:
     num_slots: Annotated[int, Field(at_least=1)] = 2
     row_alignment: Annotated[int, Field(at_least=1)] = 16
     max_topk: Annotated[int, Field(at_least=1)] = 32
-    on_peer_loss: str = "raise"
+    on_peer_loss: Annotated[str, Field(choices=("raise", "mask"))] = "raise"
     num_sms: int = 0
     ranks_per_node: Annotated[int, Field(at_least=0)] = 0
     chunk_rows: Annotated[int, Field(at_least=1)] = 1024
-    nvshmem_stores: str = "auto"
+    nvshmem_stores: Annotated[str, Field(choices=("auto", "addresses", "puts"))] = "auto"
 
     def __post_init__(self) -> None:
         check_fields(self)
-        stores = ("auto", "addresses", "puts")
-        require(
-            self.nvshmem_stores in stores,
-            f"nvshmem_stores ({self.nvshmem_stores!r}) is not one of {', '.join(stores)}",
-        )
         dtypes = [torch_dtype(name) for name in DTYPE_NAMES]
         require(self.dtype in dtypes, f"dtype ({self.dtype}) is not one of {', '.join(DTYPE_NAMES)}")
-        require(self.on_peer_loss in ("raise", "mask"), f"on_peer_loss ({self.on_peer_loss!r}) is not raise or mask")
         require(self.num_sms == 0 or self.num_sms >= 3, f"num_sms ({self.num_sms}) must be 0 or at least 3")
 
 

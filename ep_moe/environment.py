@@ -26,12 +26,11 @@ class NvshmemEnv:
     heap_bytes: int
 
     @classmethod
-    def from_environ(cls, environ: Mapping[str, str] | None = None) -> "NvshmemEnv":
+    def from_environ(cls, environ: Mapping[str, str] = os.environ) -> "NvshmemEnv":
         """Read them. Errors: ValueError names a variable that is no size, such as 1073741824, 512M or 1.5G."""
-        env = os.environ if environ is None else environ
-        fixed = env.get("NVSHMEM_DISABLE_CUDA_VMM", "0").strip().lower() in ("1", "true", "yes", "y", "on")
+        fixed = environ.get("NVSHMEM_DISABLE_CUDA_VMM", "0").strip().lower() in ("1", "true", "yes", "y", "on")
         variable = "NVSHMEM_SYMMETRIC_SIZE" if fixed else "NVSHMEM_MAX_MEMORY_PER_GPU"
-        text = env.get(variable, "1G" if fixed else "128G").strip()
+        text = environ.get(variable, "1G" if fixed else "128G").strip()
         unit = {"K": 10, "M": 20, "G": 30, "T": 40}
         number, shift = (text[:-1], unit[text[-1].upper()]) if text[-1:].upper() in unit else (text, 0)
         try:
@@ -57,17 +56,16 @@ class LaunchEnv:
         check_fields(self)
 
     @classmethod
-    def from_environ(cls, environ: Mapping[str, str] | None = None) -> "LaunchEnv | None":
+    def from_environ(cls, environ: Mapping[str, str] = os.environ) -> "LaunchEnv | None":
         """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and torchrun's own variables.
 
         Returns: None if no launcher has set RANK or another of its variables.
         Errors: ValueError names the variable that is missing, not a number or out of range.
         """
-        env = os.environ if environ is None else environ
-        if "RANK" not in env:
+        if "RANK" not in environ:
             for name in ("WORLD_SIZE", "LOCAL_RANK"):
-                require(name not in env, f"environment variable RANK is not set, although {name} is")
-            tasks = env.get("SLURM_STEP_NUM_TASKS", "1")
+                require(name not in environ, f"environment variable RANK is not set, although {name} is")
+            tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
             require(
                 tasks == "1",
                 f"environment variable RANK is not set, although srun started {tasks} tasks: use launch/slurm.sbatch",
@@ -75,7 +73,7 @@ class LaunchEnv:
             return None
 
         def number(name: str, default: int | None = None) -> int:
-            text = env.get(name)
+            text = environ.get(name)
             if text is None and default is not None:
                 return default
             try:
@@ -101,7 +99,7 @@ class LaunchEnv:
         restart_count = number("TORCHELASTIC_RESTART_COUNT", 0)
         require(restart_count >= 0, f"TORCHELASTIC_RESTART_COUNT ({restart_count}) must not be negative")
         require(
-            "MASTER_ADDR" in env or local_world_size == world_size,
+            "MASTER_ADDR" in environ or local_world_size == world_size,
             f"environment variable MASTER_ADDR is not set, although LOCAL_WORLD_SIZE ({local_world_size}) is below "
             f"WORLD_SIZE ({world_size}): ranks are on several nodes",
         )
@@ -112,9 +110,9 @@ class LaunchEnv:
             world_size=world_size,
             local_rank=local_rank,
             local_world_size=local_world_size,
-            master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
+            master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
             master_port=master_port,
-            store_is_hosted=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            store_is_hosted=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             restart_count=restart_count,
         )
 
@@ -122,9 +120,9 @@ class LaunchEnv:
 SECRET = "EP_MOE_LAUNCH_SECRET"
 
 
-def launch_secret(environ: Mapping[str, str] | None = None) -> str:
-    """What the ranks of a launch share and nobody else knows: EP_MOE_LAUNCH_SECRET, "" if it is not set."""
-    return (os.environ if environ is None else environ).get(SECRET, "")
+def launch_secret(environ: Mapping[str, str] = os.environ) -> str:
+    """The secret that only the ranks of a launch share: EP_MOE_LAUNCH_SECRET, "" if it is not set."""
+    return environ.get(SECRET, "")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,16 +146,9 @@ class PluginConfig:
     timeout_secs: float = 60.0
 
     @classmethod
-    def from_environ(cls, environ: Mapping[str, str] | None = None) -> "PluginConfig":
+    def from_environ(cls, environ: Mapping[str, str] = os.environ) -> "PluginConfig":
         """Read the variables. Errors: ValueError names the variable and its valid values."""
-        env = os.environ if environ is None else environ
-
-        def switch(name: str) -> bool:
-            text = env.get(name, "")
-            require(text in ("", "0", "1"), f"environment variable {name} ({text!r}) is not 0 or 1")
-            return text == "1"
-
-        layout, timeout = env.get("EP_MOE_LAYOUT", "auto"), env.get("EP_MOE_TIMEOUT_SECS", "60")
+        layout, timeout = environ.get("EP_MOE_LAYOUT", "auto"), environ.get("EP_MOE_TIMEOUT_SECS", "60")
         layouts = [member.value for member in Layout]
         require(
             layout in ("auto", *layouts),
@@ -168,23 +159,27 @@ class PluginConfig:
         except ValueError:
             raise ValueError(f"environment variable EP_MOE_TIMEOUT_SECS ({timeout!r}) is not a number") from None
         return cls(
-            vllm=switch("EP_MOE_VLLM"),
-            sglang=switch("EP_MOE_SGLANG"),
-            strict=switch("EP_MOE_STRICT"),
+            vllm=_switch("EP_MOE_VLLM", environ),
+            sglang=_switch("EP_MOE_SGLANG", environ),
+            strict=_switch("EP_MOE_STRICT", environ),
             layout=None if layout == "auto" else Layout(layout),
-            transport=env.get("EP_MOE_TRANSPORT", "auto"),
-            experts=env.get("EP_MOE_EXPERTS", "auto"),
+            transport=environ.get("EP_MOE_TRANSPORT", "auto"),
+            experts=environ.get("EP_MOE_EXPERTS", "auto"),
             timeout_secs=secs,
         )
 
 
-def shares_gpus(environ: Mapping[str, str] | None = None) -> bool:
+def shares_gpus(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether ranks may share a GPU, by EP_MOE_SHARED_GPU=1: slow, to run several ranks' tests on one GPU.
 
     Errors: ValueError if it is not 0 or 1.
     """
-    text = (os.environ if environ is None else environ).get("EP_MOE_SHARED_GPU", "")
-    require(text in ("", "0", "1"), f"environment variable EP_MOE_SHARED_GPU ({text!r}) is not 0 or 1")
+    return _switch("EP_MOE_SHARED_GPU", environ)
+
+
+def _switch(variable: str, environ: Mapping[str, str]) -> bool:
+    text = environ.get(variable, "")
+    require(text in ("", "0", "1"), f"environment variable {variable} ({text!r}) is not 0 or 1")
     return text == "1"
 
 
@@ -193,18 +188,17 @@ def switch_on(name: str) -> None:
     os.environ[name] = "1"
 
 
-def default_tiles_dir(environ: Mapping[str, str] | None = None) -> Path:
+def default_tiles_dir(environ: Mapping[str, str] = os.environ) -> Path:
     """The folder of a user's tables of tile sizes: EP_MOE_TILES_DIR, else ep_moe/tiles in XDG_CONFIG_HOME, ~/.config.
 
     It may be absent.
     """
-    env = os.environ if environ is None else environ
-    if named := env.get("EP_MOE_TILES_DIR"):
+    if named := environ.get("EP_MOE_TILES_DIR"):
         return Path(named)
-    return Path(env.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")) / "ep_moe" / "tiles"
+    return Path(environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")) / "ep_moe" / "tiles"
 
 
-def tiles_dir(environ: Mapping[str, str] | None = None) -> Path | None:
+def tiles_dir(environ: Mapping[str, str] = os.environ) -> Path | None:
     """The `default_tiles_dir` if it exists, else None.
 
     Errors: ValueError if EP_MOE_TILES_DIR names no directory.
@@ -213,7 +207,7 @@ def tiles_dir(environ: Mapping[str, str] | None = None) -> Path | None:
     return named or (default if default.is_dir() else None)
 
 
-def sglang_configs_dir(environ: Mapping[str, str] | None = None) -> Path | None:
+def sglang_configs_dir(environ: Mapping[str, str] = os.environ) -> Path | None:
     """The folder of tile sizes in SGLang's files: SGLANG_MOE_CONFIG_DIR, None if it is not set.
 
     Errors: ValueError if it names no directory.
@@ -221,7 +215,7 @@ def sglang_configs_dir(environ: Mapping[str, str] | None = None) -> Path | None:
     return _folder("SGLANG_MOE_CONFIG_DIR", environ)
 
 
-def _folder(variable: str, environ: Mapping[str, str] | None) -> Path | None:
-    text = (os.environ if environ is None else environ).get(variable, "")
+def _folder(variable: str, environ: Mapping[str, str]) -> Path | None:
+    text = environ.get(variable, "")
     require(not text or Path(text).is_dir(), f"environment variable {variable} ({text!r}) is not a directory")
     return Path(text) if text else None
