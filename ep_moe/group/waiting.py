@@ -32,25 +32,23 @@ class Waits:
 
     def wait(self, work: "dist.Work | torch.cuda.Event", phase: str, round: int) -> None:  # noqa: A002
         """Wait on the host until an operation that needs the other ranks is complete, as `EPGroup.wait`."""
-        before = self._watch.enter(phase, round, round)
-        try:
-            self.check()
-            if isinstance(work, torch.cuda.Event):
-                self._poll_device(work.query, phase, round)
-            elif self._backend == "gloo":
-                self._wait_on_host(work, phase, round)
-            else:
-                self._poll_device(work.is_completed, phase, round)
-                work.wait()  # orders the current stream behind the operation and raises what NCCL found
-        except PeerLostError:
-            raise
-        except RuntimeError as error:
-            lost = self._watch.explain(error, phase, round)
-            if lost is None:
+        with self._watch.waiting(phase, round, round):
+            try:
+                self.check()
+                if isinstance(work, torch.cuda.Event):
+                    self._poll_device(work.query, phase, round)
+                elif self._backend == "gloo":
+                    self._wait_on_host(work, phase, round)
+                else:
+                    self._poll_device(work.is_completed, phase, round)
+                    work.wait()  # orders the current stream behind the operation and raises what NCCL found
+            except PeerLostError:
                 raise
-            raise lost from error
-        finally:
-            self._watch.resume(before)
+            except RuntimeError as error:
+                lost = self._watch.explain(error, phase, round)
+                if lost is None:
+                    raise
+                raise lost from error
 
     @contextlib.contextmanager
     def guard(self, phase: str, round: int | None, count: int) -> Iterator[None]:  # noqa: A002
@@ -60,45 +58,35 @@ class Waits:
             round: for the message, None if the caller does not count rounds.
             count: number of this guard in its phase, which ranks compare to find the one that is behind.
         """
-        before = self._watch.enter(phase, round, count)
-        try:
-            self.check()
-            yield
-            if self._device.type == "cuda":
-                event = torch.cuda.Event()
-                event.record(torch.cuda.current_stream(self._device))
-                self._poll_device(event.query, phase, None)
-        except PeerLostError:
-            raise
-        except Exception as error:
-            lost = self.explain(error)
-            if lost is error:
+        with self._watch.waiting(phase, round, count):
+            try:
+                self.check()
+                yield
+                if self._device.type == "cuda":
+                    event = torch.cuda.Event()
+                    event.record(torch.cuda.current_stream(self._device))
+                    self._poll_device(event.query, phase, None)
+            except PeerLostError:
                 raise
-            raise lost from error
-        finally:
-            self._watch.resume(before)
+            except Exception as error:
+                lost = self.explain(error)
+                if lost is error:
+                    raise
+                raise lost from error
 
     def wait_for_all(self, phase: str, count: int) -> None:
         """Wait until the heartbeats of all ranks have reached `count` of `phase`, as `EPGroup.wait_for_all`."""
-        before = self._watch.enter(phase, None, count)
         pause = 0.01
-        try:
+        with self._watch.waiting(phase, None, count):
             while not self._watch.all_have_reached(phase, count):
                 self.check()
                 time.sleep(pause)
                 pause = min(1.5 * pause, self._heartbeat_secs)
             self.check()
-        finally:
-            self._watch.resume(before)
 
-    @contextlib.contextmanager
-    def elsewhere(self, phase: str, round: int) -> Iterator[None]:  # noqa: A002
-        """Publish a wait of other code, which has its own timeout, as `EPGroup.waiting`."""
-        before = self._watch.enter(phase, round, round)
-        try:
-            yield
-        finally:
-            self._watch.resume(before)
+    def elsewhere(self, phase: str, round: int) -> contextlib.AbstractContextManager[None]:  # noqa: A002
+        """Publish a wait of other code in the block, which has its own timeout, as `EPGroup.waiting`."""
+        return self._watch.waiting(phase, round, round)
 
     def explain(self, error: Exception) -> Exception:
         """The PeerLostError behind an error that a lost rank caused, as `EPGroup.explain`."""

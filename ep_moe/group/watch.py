@@ -1,11 +1,13 @@
 """The thread that writes heartbeats, reads those of the other ranks, and agrees with them on which rank is lost."""
 
+import contextlib
 import dataclasses
 import json
 import logging
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -110,17 +112,16 @@ class Watch:
         waits = self._waits
         return self._place if waits is None else waits[:2]
 
-    def enter(self, phase: str, round: int | None, count: int) -> tuple[str, int | None, int] | None:  # noqa: A002
-        """Publish that this rank has reached `count` of `phase` and waits; returns the wait before, for `resume`."""
+    @contextlib.contextmanager
+    def waiting(self, phase: str, round: int | None, count: int) -> Iterator[None]:  # noqa: A002
+        """Publish that this rank has reached `count` of `phase` and waits in the block; then that around it, if any."""
         before = self._waits
         self._progress[phase] = count
-        self._place = (phase, round)
-        self._waits = (phase, round, count)
-        return before
-
-    def resume(self, before: tuple[str, int | None, int] | None) -> None:
-        """End a wait and go back to the one around it, if any."""
-        self._waits = before
+        self._place, self._waits = (phase, round), (phase, round, count)
+        try:
+            yield
+        finally:
+            self._waits = before
 
     def all_have_reached(self, phase: str, count: int) -> bool:
         """Whether every rank's last heartbeat has reached `count` of `phase`; wakes the thread for its next turn."""

@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
-import pickle
 import secrets
 import signal
 import sys
@@ -29,8 +28,8 @@ from ep_moe.config import GroupConfig
 from ep_moe.environment import SECRET
 from ep_moe.fields import require, shown
 from ep_moe.group import DEATHS_KEY, DEFAULT_CONFIG, secret_key, serve_store
-from ep_moe.launch.outcomes import Failure, Outcomes, describe
-from ep_moe.launch.rank import Target, call_payload, run_rank
+from ep_moe.launch.outcomes import Outcomes
+from ep_moe.launch.rank import Target, call_payload, rank_environ, read_outcome, run_pickled
 from ep_moe.launch.signals import held_back, terminable
 
 HOST = "127.0.0.1"  # all ranks are on this machine
@@ -150,25 +149,13 @@ class _Ranks:
         if "OMP_NUM_THREADS" not in environ:
             environ["OMP_NUM_THREADS"] = str(max(1, _num_cores() // num_ranks))
         for rank in range(num_ranks):
-            place = {
-                "RANK": rank,
-                "WORLD_SIZE": num_ranks,
-                "LOCAL_RANK": rank,
-                "LOCAL_WORLD_SIZE": num_ranks,
-                "MASTER_ADDR": HOST,
-                "MASTER_PORT": self._store.port,
-                "TORCHELASTIC_USE_AGENT_STORE": True,
-                "TORCHELASTIC_RESTART_COUNT": 0,
-                SECRET: self._secret,
-            }
-            rank_environ = environ | {name: str(value) for name, value in place.items()}
+            store = {"MASTER_ADDR": HOST, "MASTER_PORT": str(self._store.port), SECRET: self._secret}
+            place = environ | rank_environ(rank, num_ranks, rank, num_ranks) | store
             receiver, sender = context.Pipe(duplex=False)
             # the fork server has the stderr of its own start; ours reaches the child as the descriptor of a connection
             closed = sys.__stderr__ is None  # since this process began: another file may have its number
             stderr = Connection(os.open(os.devnull, os.O_WRONLY) if closed else os.dup(2), readable=False)
-            process = context.Process(
-                target=_child, args=(sender, stderr, rank_environ, payload), name=f"ep_moe-rank{rank}"
-            )
+            process = context.Process(target=_child, args=(sender, stderr, place, payload), name=f"ep_moe-rank{rank}")
             self._pipes.append(receiver)
             self._processes.append(process)
             try:
@@ -206,14 +193,12 @@ class _Ranks:
 
     def _receive(self, rank: int) -> None:
         try:
-            outcome = pickle.loads(self._pipes[rank].recv_bytes())
+            data = self._pipes[rank].recv_bytes()
         except (EOFError, ConnectionResetError):
             deaths = self._outcomes.add_death(rank, self._how_it_died(rank))
             self._store.set(secret_key(self._secret, DEATHS_KEY), deaths)
             return
-        except Exception as error:  # noqa: BLE001 - whatever unpickling a foreign class may raise
-            outcome = Failure(error_type=type(error).__name__, message=f"its result cannot be unpickled: {error}")
-        self._outcomes.add(rank, outcome)
+        self._outcomes.add(rank, read_outcome(data))
 
     def _how_it_died(self, rank: int) -> str:
         process = self._processes[rank]
@@ -244,12 +229,7 @@ def _child(pipe: Connection, stderr: Connection, environ: dict[str, str], payloa
     os.environ.clear()
     os.environ.update(environ)
     torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
-    try:
-        target, args, config, device = pickle.loads(payload)
-        outcome: Any = (run_rank(target, *args, config=config, device=device),)
-        data = pickle.dumps(outcome)
-    except BaseException as error:  # noqa: BLE001 - SystemExit is an outcome of this rank too
-        data = pickle.dumps(describe(error))
+    data = run_pickled(payload)
     sys.stdout.flush()
     sys.stderr.flush()
     with contextlib.suppress(BrokenPipeError):  # the launcher has gone

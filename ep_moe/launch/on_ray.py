@@ -8,7 +8,6 @@ the store, so that the store outlives any rank. Needs the extra `ray`.
 import contextlib
 import dataclasses
 import os
-import pickle
 import secrets
 import signal
 import time
@@ -20,8 +19,8 @@ import torch
 from ep_moe.config import GroupConfig
 from ep_moe.environment import SECRET
 from ep_moe.group import DEATHS_KEY, DEFAULT_CONFIG, secret_key, serve_store
-from ep_moe.launch.outcomes import Failure, Outcomes, describe
-from ep_moe.launch.rank import Target, call_payload, run_rank
+from ep_moe.launch.outcomes import Failure, Outcomes
+from ep_moe.launch.rank import Target, call_payload, rank_environ, read_outcome, run_pickled
 from ep_moe.launch.ray_cluster import NodeRanks, check_nodes, connected, has_gpus
 from ep_moe.launch.signals import held_back, terminable
 
@@ -80,11 +79,7 @@ class _Rank:
         os.dup2(2, 1)  # stdout belongs to the launcher
         os.environ.update(environ)
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # torch has read the one that Ray sets
-        try:
-            target, args, config, device = pickle.loads(payload)
-            return pickle.dumps((run_rank(target, *args, config=config, device=device),))
-        except BaseException as error:  # noqa: BLE001 - SystemExit is an outcome of this rank too
-            return pickle.dumps(describe(error))
+        return run_pickled(payload)
 
 
 def launch_on_ray(
@@ -228,15 +223,7 @@ class RayRanks:
 
     def _place_of(self, rank: int) -> dict[str, str]:
         node, local_rank = divmod(rank, self._per_node)
-        number = {
-            "RANK": rank,
-            "WORLD_SIZE": len(self.places),
-            "LOCAL_RANK": local_rank,
-            "LOCAL_WORLD_SIZE": self._per_node,
-            "TORCHELASTIC_USE_AGENT_STORE": True,
-            "TORCHELASTIC_RESTART_COUNT": 0,
-        }
-        environ = {name: str(value) for name, value in number.items()}
+        environ = rank_environ(rank, len(self.places), local_rank, self._per_node)
         if self._gpus:  # ranks map the memory of their node's GPUs, so that each has to see all of them
             mine = self.places[node * self._per_node : (node + 1) * self._per_node]
             environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu for place in mine for gpu in place.gpus)
@@ -246,14 +233,12 @@ class RayRanks:
         import ray
 
         try:
-            outcome = pickle.loads(ray.get(self._runs[rank]))
+            outcome = read_outcome(ray.get(self._runs[rank]))
         except ray.exceptions.RayError as error:
             place = self.places[rank]
             message = f"(process {place.pid} on {place.address}) died: {_reason(error)}"
             self._store.set_deaths.remote(self._outcomes.add_death(rank, message))
             return
-        except Exception as error:  # noqa: BLE001 - whatever unpickling a foreign class may raise
-            outcome = Failure(error_type=type(error).__name__, message=f"its result cannot be unpickled: {error}")
         if isinstance(outcome, Failure):  # clocks of machines differ
             outcome = dataclasses.replace(outcome, when=time.monotonic())
         self._outcomes.add(rank, outcome)

@@ -12,7 +12,7 @@ import torch
 from ep_moe.config import GroupConfig
 from ep_moe.fields import require, shown
 from ep_moe.group import DEFAULT_CONFIG, EPGroup
-from ep_moe.launch.outcomes import describe
+from ep_moe.launch.outcomes import Failure, describe
 
 # The group aborts a hung NCCL communicator itself and names the rank; torch's watchdog would kill the process without
 # naming one. After an error the watchdog sleeps for four times the last setting, and the process cannot end meanwhile.
@@ -46,6 +46,34 @@ def call_payload(
         raise ValueError(f"target and arguments cannot be sent to ranks, as a lambda cannot: {error}") from error
 
 
+def rank_environ(rank: int, num_ranks: int, local_rank: int, local_num_ranks: int) -> dict[str, str]:
+    """The variables by which a rank of a launcher that serves the store reads its place (`LaunchEnv`). Local."""
+    place = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_num_ranks}
+    place |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
+    return {name: str(value) for name, value in place.items()}
+
+
+def run_pickled(payload: bytes) -> bytes:
+    """Run one rank with the arguments of `call_payload`; its result in a tuple, or its `Failure`, pickled. Collective.
+
+    SystemExit is an outcome of this rank too.
+    """
+    try:
+        target, args, config, device = pickle.loads(payload)
+        return pickle.dumps((run_rank(target, *args, config=config, device=device),))
+    except BaseException as error:  # noqa: BLE001
+        return pickle.dumps(describe(error))
+
+
+def read_outcome(data: bytes) -> Failure | tuple[Any]:
+    """The outcome that `run_pickled` made these bytes of; a `Failure` if they cannot be unpickled. Local."""
+    try:
+        outcome: Failure | tuple[Any] = pickle.loads(data)
+    except Exception as error:  # noqa: BLE001 - whatever unpickling a foreign class may raise
+        return Failure(error_type=type(error).__name__, message=f"its result cannot be unpickled: {error}")
+    return outcome
+
+
 def run_rank(
     target: Target,
     *args: Any,
@@ -65,20 +93,20 @@ def run_rank(
     """
     for name, value in NCCL_DEFAULTS.items():
         os.environ.setdefault(name, value)
-    said: BaseException | None = None
+    reported: BaseException | None = None
     try:
         with EPGroup.from_env(config, device) as group:
             try:
                 function = pkgutil.resolve_name(target) if isinstance(target, str) else target
                 return function(group, *args)
             except BaseException as error:
-                said = group.explain(error) if isinstance(error, Exception) else error
-                _write(group.rank, said)  # before the others hear of it: their lines repeat it
-                if said is error:
+                reported = group.explain(error) if isinstance(error, Exception) else error
+                _write(group.rank, reported)  # before the others hear of it: their lines repeat it
+                if reported is error:
                     raise
-                raise said from error
+                raise reported from error
     except BaseException as error:
-        if error is not said:  # making or leaving the group failed
+        if error is not reported:  # making or leaving the group failed
             _write(os.environ.get("RANK", "0"), error)
         raise
 
