@@ -81,12 +81,12 @@ def test_the_picture_is_drawn_from_itself_alone() -> None:
     assert re.findall(r"https?://[^\"]+|@import|href|url\([^#)]*\)", picture) == ["http://www.w3.org/2000/svg"]
 
 
-def test_the_rooms_picture_names_every_room_and_transport() -> None:
+def test_the_picture_of_levels_names_every_package_and_transport() -> None:
     picture = ElementTree.parse(ROOT / "docs" / "rooms.svg").getroot()
     words = {word for text in picture.itertext() for word in re.findall(r"\w+", text)}
-    rooms = {room for floor in test_rules.FLOORS for room in floor if not room.startswith("__")}
+    packages = {name for level in test_rules.LEVELS for name in level if not name.startswith("__")}
     transports = {name for name in TRANSPORTS if not name.startswith("deepep_")}  # modes of one
-    assert sorted((rooms | transports) - words) == []
+    assert sorted((packages | transports) - words) == []
 
 
 @pytest.mark.parametrize("command", ["run", "generate", "eval"])

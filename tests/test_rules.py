@@ -1,4 +1,4 @@
-"""Architecture rules, checked on the source: allowed imports between rooms, and names that only one room may use."""
+"""Architecture rules, checked on the source: allowed imports between packages, and names that only one may use."""
 
 import ast
 import functools
@@ -15,7 +15,7 @@ else:
 
 PACKAGE = Path(__file__).parent.parent / "ep_moe"
 
-FLOORS = [
+LEVELS = [
     {"config", "environment", "fields", "names", "quant", "tensors", "kernels", "kernel_launch"},
     {"group", "launch", "routing", "placement", "layout", "weights"},
     {"transport", "experts"},
@@ -23,7 +23,7 @@ FLOORS = [
     {"engines", "serving", "bench", "report", "tune", "planning"},
     {"app", "cli", "__main__", "__init__"},
 ]
-STRANGERS = [{"transport", "experts"}]  # rooms of one floor that never import each other
+INDEPENDENT = [{"transport", "experts"}]  # packages of one level that never import each other
 ALONE = {
     "init_process_group": {"group"},
     "environ": {"environment", "launch"},
@@ -56,19 +56,19 @@ OF_OTHERS = {  # signatures that other libraries own
 }
 
 
-def floor_of(room: str) -> int:
-    """The floor that a room is on, from 0."""
-    return next(index for index, rooms in enumerate(FLOORS) if room in rooms)
+def level_of(package: str) -> int:
+    """The level that a package is on, from 0."""
+    return next(index for index, packages in enumerate(LEVELS) if package in packages)
 
 
-def room_of(path: Path) -> str:
-    """The room that a file belongs to."""
+def package_of(path: Path) -> str:
+    """The package that a file belongs to."""
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imported_rooms(nodes: Iterable[ast.AST]) -> set[str]:
-    """Every room that a file imports, at its top or inside a function. The package itself counts as its top floor."""
-    rooms = set()
+def imported_packages(nodes: Iterable[ast.AST]) -> set[str]:
+    """The packages that a file imports, at its top or inside a function; ep_moe itself counts as the top level."""
+    packages = set()
     for node in nodes:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -80,18 +80,18 @@ def imported_rooms(nodes: Iterable[ast.AST]) -> set[str]:
         for name in names:
             parts = name.split(".")
             if parts[0] == "ep_moe":
-                known = len(parts) > 1 and any(parts[1] in rooms_ for rooms_ in FLOORS)
-                rooms.add(parts[1] if known else "__init__")
-    return rooms
+                known = len(parts) > 1 and any(parts[1] in names_ for names_ in LEVELS)
+                packages.add(parts[1] if known else "__init__")
+    return packages
 
 
-def violations(room: str, nodes: Iterable[ast.AST]) -> list[str]:
-    """The forbidden imports of a file of `room` with these nodes."""
+def violations(package: str, nodes: Iterable[ast.AST]) -> list[str]:
+    """The forbidden imports of a file of `package` with these nodes."""
     found = []
-    for other in sorted(imported_rooms(nodes) - {room}):
-        if floor_of(other) > floor_of(room):
-            found.append(f"{room} imports {other}, which is on a later floor")
-        found += [f"{room} imports {other}" for pair in STRANGERS if {room, other} == pair]
+    for other in sorted(imported_packages(nodes) - {package}):
+        if level_of(other) > level_of(package):
+            found.append(f"{package} imports {other}, which is on a later level")
+        found += [f"{package} imports {other}" for pair in INDEPENDENT if {package, other} == pair]
     return found
 
 
@@ -101,7 +101,7 @@ def parsed(source: str) -> list[ast.AST]:
 
 
 @functools.cache
-def package() -> dict[Path, list[ast.AST]]:
+def sources() -> dict[Path, list[ast.AST]]:
     """The nodes of all modules of the package."""
     return {path: parsed(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 
@@ -112,11 +112,13 @@ def listed(path: Path, found: Iterable[str]) -> list[str]:
 
 
 def test_imports_go_one_way() -> None:
-    assert [text for path, nodes in package().items() for text in listed(path, violations(room_of(path), nodes))] == []
+    assert [
+        text for path, nodes in sources().items() for text in listed(path, violations(package_of(path), nodes))
+    ] == []
 
 
 @pytest.mark.parametrize(
-    ("room", "source"),
+    ("package", "source"),
     [
         ("config", "from ep_moe.layer import ExpertParallelMoE"),
         ("config", "import ep_moe.group"),
@@ -127,32 +129,32 @@ def test_imports_go_one_way() -> None:
         ("transport", "def f():\n    import ep_moe.experts.base"),
     ],
 )
-def test_the_import_rule_sees(room: str, source: str) -> None:
-    assert len(violations(room, parsed(source))) == 1
+def test_the_import_rule_sees(package: str, source: str) -> None:
+    assert len(violations(package, parsed(source))) == 1
 
 
-def test_rooms_do_not_import_in_circles() -> None:
+def test_packages_do_not_import_in_circles() -> None:
     graph: dict[str, set[str]] = {}
-    for path, nodes in package().items():
-        graph.setdefault(room_of(path), set()).update(imported_rooms(nodes) - {room_of(path)})
+    for path, nodes in sources().items():
+        graph.setdefault(package_of(path), set()).update(imported_packages(nodes) - {package_of(path)})
     done: set[str] = set()
 
-    def walk(room: str, trail: tuple[str, ...]) -> None:
-        assert room not in trail, " -> ".join((*trail, room))
-        if room not in done:
-            for other in graph.get(room, ()):
-                walk(other, (*trail, room))
-            done.add(room)
+    def walk(package: str, trail: tuple[str, ...]) -> None:
+        assert package not in trail, " -> ".join((*trail, package))
+        if package not in done:
+            for other in graph.get(package, ()):
+                walk(other, (*trail, package))
+            done.add(package)
 
-    for room in graph:
-        walk(room, ())
+    for package in graph:
+        walk(package, ())
 
 
 @pytest.mark.parametrize("name", sorted(ALONE))
-def test_only_its_room_uses(name: str) -> None:
+def test_only_its_package_uses(name: str) -> None:
     users = {
-        room_of(path)
-        for path, nodes in package().items()
+        package_of(path)
+        for path, nodes in sources().items()
         for node in nodes
         if name in (getattr(node, "attr", None), getattr(node, "id", None), getattr(node, "arg", None))
         or (isinstance(node, ast.alias) and node.name == name)
@@ -190,7 +192,7 @@ def unsafe_reads(nodes: Iterable[ast.AST]) -> list[str]:
 
 
 def test_nothing_is_unpickled() -> None:
-    assert [text for path, nodes in package().items() for text in listed(path, unsafe_reads(nodes))] == []
+    assert [text for path, nodes in sources().items() for text in listed(path, unsafe_reads(nodes))] == []
 
 
 @pytest.mark.parametrize(
@@ -255,7 +257,7 @@ def mappings_of(nodes: list[ast.AST]) -> dict[str, set[str | None]]:
 
 
 def test_tensors_have_a_named_device_and_dtype() -> None:
-    of_engines = {path: nodes for path, nodes in package().items() if room_of(path) in OF_ENGINES}
+    of_engines = {path: nodes for path, nodes in sources().items() if package_of(path) in OF_ENGINES}
     assert [text for path, nodes in of_engines.items() for text in listed(path, left_to_defaults(nodes))] == []
 
 
@@ -270,7 +272,7 @@ def test_the_rule_of_defaults_sees() -> None:
 
 def test_every_folder_is_packaged() -> None:
     packages = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    folders = {".".join(path.parent.relative_to(PACKAGE.parent).parts) for path in package()}
+    folders = {".".join(path.parent.relative_to(PACKAGE.parent).parts) for path in sources()}
     assert folders | {"ep_moe.configs"} == set(packages)
 
 
@@ -300,8 +302,8 @@ def wide_signatures(nodes: list[ast.AST], of_others: Set[str] = frozenset()) -> 
 
 def test_signatures_are_short() -> None:
     found = []
-    for path, nodes in package().items():
-        found += listed(path, wide_signatures(nodes, OF_OTHERS.get(room_of(path), frozenset())))
+    for path, nodes in sources().items():
+        found += listed(path, wide_signatures(nodes, OF_OTHERS.get(package_of(path), frozenset())))
     assert found == []
 
 

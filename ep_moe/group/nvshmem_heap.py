@@ -79,8 +79,8 @@ def why_no_nvshmem() -> str:
 
 def check_nvshmem(group: EPGroup) -> None:
     """Check that all ranks can start NVSHMEM. Errors: RuntimeError says which rank cannot, and why. Collective."""
-    told = group.all_gather_object(why_no_nvshmem())
-    for rank, reason in enumerate(told):
+    of_ranks = group.all_gather_object(why_no_nvshmem())
+    for rank, reason in enumerate(of_ranks):
         if reason:
             raise RuntimeError(f"transport 'nvshmem' cannot run on rank {rank}: {reason}")
 
@@ -148,10 +148,10 @@ def _start(group: EPGroup) -> _Started:
     """Start NVSHMEM for these ranks, or check that it runs for them. Errors: RuntimeError. Collective."""
     global _started
     mine = None if _started is None else (_started.token, _started.rank, _started.num_ranks)
-    told = group.all_gather_object(mine)
-    if any(told):
-        token = next(each for each in told if each)[0]
-        if told != [(token, rank, group.num_ranks) for rank in range(group.num_ranks)]:
+    of_ranks = group.all_gather_object(mine)
+    if any(of_ranks):
+        token = next(each for each in of_ranks if each)[0]
+        if of_ranks != [(token, rank, group.num_ranks) for rank in range(group.num_ranks)]:
             raise RuntimeError(
                 f"NVSHMEM was started for other ranks than the {group.num_ranks} of this group: a process starts it "
                 "once, for one group of ranks"
@@ -179,8 +179,8 @@ def _start(group: EPGroup) -> _Started:
 
 def _free_released(group: EPGroup, started: _Started) -> None:
     """Free the buffers that every rank has destroyed. Collective."""
-    told = group.all_gather_object(frozenset(started.released))
-    for number in sorted(frozenset.intersection(*told)):
+    of_ranks = group.all_gather_object(frozenset(started.released))
+    for number in sorted(frozenset.intersection(*of_ranks)):
         address, _ = started.allocated[number]
         _collectively(group, "nvshmem_free", lambda address=address: _bindings().free(address))  # type: ignore[misc]
         del started.allocated[number]

@@ -34,10 +34,10 @@ def why_unreachable(group: EPGroup, *, inside_nodes: bool = False) -> str:
         visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     else:
         mine, visible = "", {}
-    told = group.all_gather_object((group.node, mine))
+    of_ranks = group.all_gather_object((group.node, mine))
     reasons = [
         _why_not(group, rank, *place, mine=mine, visible=visible)
-        for rank, place in enumerate(told)
+        for rank, place in enumerate(of_ranks)
         if place[0] == group.node or not inside_nodes
     ]
     found = group.all_gather_object(next((reason for reason in reasons if reason), ""))
@@ -102,11 +102,11 @@ class SymmetricBuffer:
         except OSError as cause:
             error = f"{SHARED_FOLDER} has no room for {num_bytes} bytes on rank {group.rank}: {cause}"
         try:
-            told = group.all_gather_object((path, error))
-            broken = next((text for _, text in told if text), "")
+            of_ranks = group.all_gather_object((path, error))
+            broken = next((text for _, text in of_ranks if text), "")
             if broken:
                 raise RuntimeError(broken)
-            parts = [torch.from_file(p, shared=True, size=num_bytes, dtype=torch.uint8) for p, _ in told]
+            parts = [torch.from_file(p, shared=True, size=num_bytes, dtype=torch.uint8) for p, _ in of_ranks]
             group.barrier()  # the files may be unlinked once all ranks have mapped them
         finally:
             with contextlib.suppress(FileNotFoundError):

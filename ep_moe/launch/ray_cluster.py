@@ -80,7 +80,7 @@ def _existing_cluster(address: str) -> Iterator[None]:
 
 
 def _check_answers(address: str) -> None:
-    """Raise if nobody listens at the address: Ray itself would try for minutes."""
+    """Raise if nothing listens at the address: Ray itself would try for minutes."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit():
         raise ValueError(f"ray ({address!r}) is not auto, local or HOST:PORT")

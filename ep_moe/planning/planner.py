@@ -158,7 +158,7 @@ def _predict(hw: Hardware, job: Job, ranks: int, redundant: int, transport: str,
 
 
 def _local_us(hw: Hardware, shape: LayerShape, tokens: int, load: Traffic) -> tuple[float, float]:
-    """One rank: rows are packed and summed, nothing travels and nobody waits."""
+    """One rank: rows are packed and summed, nothing travels and no rank waits."""
     times = nvlink_us(hw, shape, tokens, load)
     return times[0] - hw.dispatch_us, times[1] - hw.combine_us
 

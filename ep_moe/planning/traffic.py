@@ -47,7 +47,7 @@ def traffic(loads: tuple[float, ...], num_topk: int, num_ranks: int, redundant: 
     if num_topk > num_experts:
         raise ValueError(f"num_topk ({num_topk}) exceeds num_experts ({num_experts})")
     copies = _copies(loads, redundant)
-    ranks_of, rank_loads, held = _place(loads, copies, num_ranks)
+    ranks_of, rank_loads, experts_of = _place(loads, copies, num_ranks)
     worst = max(range(num_ranks), key=rank_loads.__getitem__)
 
     generator = torch.Generator().manual_seed(0)
@@ -71,7 +71,7 @@ def traffic(loads: tuple[float, ...], num_topk: int, num_ranks: int, redundant: 
         remote_on_node=own,
         remote_nodes=nodes.sum(1).float().mean().item(),
         imbalance=rank_loads[worst] * num_ranks,
-        expert_shares=tuple(loads[expert] / copies[expert] for expert in held[worst]),
+        expert_shares=tuple(loads[expert] / copies[expert] for expert in experts_of[worst]),
     )
 
 
@@ -110,16 +110,16 @@ def _place(
     loads: Sequence[float], copies: Sequence[int], num_ranks: int
 ) -> tuple[list[list[int]], list[float], list[list[int]]]:
     """Ranks of each expert's copies, the load of each rank, and the experts of each rank."""
-    room = sum(copies) // num_ranks
+    capacity = sum(copies) // num_ranks
     parts = sorted(((loads[e] / n, e) for e, n in enumerate(copies) for _ in range(n)), reverse=True)
     heap = [(0.0, rank) for rank in range(num_ranks)]
     ranks_of: list[list[int]] = [[] for _ in loads]
-    rank_loads, held = [0.0] * num_ranks, [list[int]() for _ in range(num_ranks)]
+    rank_loads, experts_of = [0.0] * num_ranks, [list[int]() for _ in range(num_ranks)]
     for load, expert in parts:
         total, rank = heapq.heappop(heap)
         ranks_of[expert].append(rank)
-        held[rank].append(expert)
+        experts_of[rank].append(expert)
         rank_loads[rank] = total + load
-        if len(held[rank]) < room:
+        if len(experts_of[rank]) < capacity:
             heapq.heappush(heap, (total + load, rank))
-    return ranks_of, rank_loads, held
+    return ranks_of, rank_loads, experts_of

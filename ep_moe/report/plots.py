@@ -32,14 +32,14 @@ def _bars(
 
     Args:
         label: as `row_labels`. parts: figures that are stacked, by their names in the legend, "" for none.
-        whole: a figure that is marked and told, and drawn for a baseline without parts. over: the path of a figure that
+        whole: a figure that is marked, and drawn for a baseline without parts. over: the path of a figure that
             divides all others. unit: of the axis.
     """
     labels: list[str] = []
     for record, what in zip(rows, row_labels(rows, label), strict=True):
         one = _value(record, over) if over else 1
         for name in (OURS, *record.baselines):
-            place, left, told = len(labels), 0.0, ""
+            place, left, suffix = len(labels), 0.0, ""
             undivided = whole and name != OURS and not {*parts.values()} & {*record.baselines[name]}
             if undivided:
                 axes.barh(place, _figure_of(record, name, whole) / one, color=WHOLE_COLOUR)
@@ -51,9 +51,9 @@ def _bars(
             if whole:
                 us = _figure_of(record, name, whole)
                 axes.plot(us / one, place, "k|", markersize=14, label=None if place else "whole call")
-                told = f", {us:,.0f} us"
+                suffix = f", {us:,.0f} us"
             labels.append(
-                f"{textwrap.fill(what, LABEL_CHARACTERS)}:\n{name}{told}" if name == OURS else f"{name}{told}"
+                f"{textwrap.fill(what, LABEL_CHARACTERS)}:\n{name}{suffix}" if name == OURS else f"{name}{suffix}"
             )
     if whole:
         axes.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=len(parts) + 1)

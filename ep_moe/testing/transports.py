@@ -107,7 +107,7 @@ def check_num_tokens(make: TransportFactory, group: EPGroup) -> None:
 def check_bounds(make: TransportFactory, group: EPGroup) -> None:
     """Rounds with and without `max_num_tokens` give the same bits, one after the other and open at the same time.
 
-    Ranks with different bounds are all told, and the next round works. Collective.
+    Ranks with different bounds all get an error, and the next round works. Collective.
     """
     few, room = (3, *(1,) * (group.num_ranks - 1)), 80
     whole = TransportCase(name="bounds", tokens=few, room=room, num_topk=3)
