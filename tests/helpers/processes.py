@@ -2,15 +2,18 @@
 
 import os
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+TESTS = ROOT / "tests"
 EP_MOE = [sys.executable, "-m", "ep_moe"]
 
 
-def environ() -> dict[str, str]:
-    """This environment with the source tree and the tests on the path, without variables of an outer launcher."""
-    paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+def environ(*folders: Path) -> dict[str, str]:
+    """This environment with `folders`, the source tree and all test files on Python's path, and one torch thread."""
+    of_tests = sorted({path.parent for path in TESTS.rglob("test_*.py")})
+    paths = [*map(str, (*folders, ROOT, TESTS, *of_tests)), os.environ.get("PYTHONPATH", "")]
     # a rank with as many threads as cores is many times slower if another process uses a core
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
 
@@ -36,3 +39,20 @@ def parent_of(process: int) -> int:
 def ranks_of(process: int, mark: str) -> list[int]:
     """The ranks that a command has started, in the order of their start: children of its child, the fork server."""
     return [rank for rank in processes_with(mark) if parent_of(parent_of(rank)) == process]
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process lives; a zombie does not."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def wait_until_gone(pids: list[int], within_secs: float) -> list[int]:
+    """The processes that still live after a while."""
+    deadline = time.monotonic() + within_secs
+    while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return [pid for pid in pids if is_running(pid)]

@@ -23,8 +23,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.processes import EP_MOE, ROOT, environ, processes_with
-from test_launch import wait_until_gone
+from helpers.processes import EP_MOE, ROOT, environ, processes_with, wait_until_gone
 from typer.testing import CliRunner
 
 from ep_moe.cli import app

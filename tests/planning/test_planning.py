@@ -18,7 +18,7 @@ from ep_moe.planning.traffic import recorded, traffic, uniform
 from ep_moe.planning.validation import compare, worst_and_median
 from ep_moe.report.records import Record, read_records
 
-ROWS = Path(__file__).parent.parent / "docs" / "benchmarks"
+ROWS = Path(__file__).parents[2] / "docs" / "benchmarks"
 SHAPE = LayerShape(hidden=7168, intermediate=2048, num_experts=256, num_topk=8)
 
 

@@ -12,30 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.processes import environ, is_running, wait_until_gone
 
 from ep_moe.config import GroupConfig
 from ep_moe.group import EPGroup
 from ep_moe.launch import RankFailedError, launch, local, run_rank
 
 CONFIG = GroupConfig(timeout_secs=4.0, heartbeat_secs=0.2)
-ROOT = Path(__file__).parent.parent
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process lives; a zombie does not."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return status.rpartition(")")[2].split()[0] not in "ZX"
-
-
-def wait_until_gone(pids: list[int], within_secs: float) -> list[int]:
-    """The processes that still live after a while."""
-    deadline = time.monotonic() + within_secs
-    while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return [pid for pid in pids if is_running(pid)]
 
 
 def write_pid(group: EPGroup, folder: str) -> None:
@@ -125,9 +108,8 @@ def launch_preloading(folder: Path, *preload: str) -> "subprocess.CompletedProce
     source += "    return IMPORTER == os.getppid(), SEEN, os.environ['EP_MOE_TEST'], type(tl.sum).__name__\n"
     (folder / "target_of_a_launch.py").write_text(source)
     (folder / "broken_module.py").write_text("raise ValueError('broken')\n")
-    environ = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
     command = [sys.executable, "-c", PRELOADING, *preload]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=environ(folder), capture_output=True, text=True, timeout=60)
 
 
 def test_ranks_share_what_is_preloaded(tmp_path: Path) -> None:
@@ -165,9 +147,8 @@ app(["run", "--nproc", "1", "--device", "cpu", "--config", sys.argv[1]])
 def test_everything_on_a_cpu_does_without_triton(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(NO_TRITON)  # Python imports it in every process
     (tmp_path / "small.toml").write_text('[run]\nprompts = ["In"]\nnew_tokens = [2]\nteacher_tokens = 8\n')
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (tmp_path, ROOT, ROOT / "tests")))}
     command = [sys.executable, "-c", ON_TORCH, str(tmp_path / "small.toml")]
-    done = subprocess.run(command, env=environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environ(tmp_path), capture_output=True, text=True, timeout=120)
     error, *report = done.stdout.splitlines()
     assert float(error) < 1e-6, done.stderr
     assert done.returncode == 0
@@ -189,10 +170,10 @@ def test_a_long_folder_and_no_stderr_do_not_matter(tmp_path: Path) -> None:
     (tmp_path / "target_of_a_launch.py").write_text(
         "import sys\ndef target(group):\n    return sys.stderr.write('x')\n"
     )
-    environ = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "TMPDIR": str(folder)}
+    env = environ(tmp_path) | {"TMPDIR": str(folder)}
     for shell, closes in (('"$@" 2>&-', []), ('"$@"', ["closes"])):
         command = ["bash", "-c", shell, "bash", sys.executable, "-c", BARE, *closes]
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
         assert (done.stdout, done.returncode) == ("[1]\n", 0), done.stderr
 
 
@@ -301,7 +282,6 @@ def work_for_ever(group: EPGroup, folder: str) -> None:
 
 LAUNCHER = """
 import sys
-sys.path.insert(0, sys.argv[2])
 import test_launch
 try:
     test_launch.launch(
@@ -322,10 +302,9 @@ finally:
     ids=["ctrl-c", "terminated", "killed"],
 )
 def test_ranks_end_with_their_launcher(tmp_path: Path, number: int, to_all: bool, code: int, out: str) -> None:
-    command = [sys.executable, "-c", LAUNCHER, str(tmp_path), str(Path(__file__).parent)]
-    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", LAUNCHER, str(tmp_path)]
     with subprocess.Popen(
-        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command, env=environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as launcher:
         pids = read_pids(tmp_path, 3)
         time.sleep(0.3)
@@ -340,8 +319,6 @@ def test_ranks_end_with_their_launcher(tmp_path: Path, number: int, to_all: bool
 
 
 UNDER_TORCHRUN = """
-import sys
-sys.path.insert(0, sys.argv[1])
 import test_launch
 test_launch.run_rank(test_launch.fail_on_rank_1, "raises", config=test_launch.CONFIG, device="cpu")
 """
@@ -351,10 +328,7 @@ def test_torchrun_shows_a_ranks_own_error_first(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(UNDER_TORCHRUN)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(script), str(Path(__file__).parent)], env=environ, capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([*command, str(script)], env=environ(), capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     lines = done.stderr.splitlines()
     own = lines.index("rank 1: ValueError: hidden (30) must be a multiple of 16")
