@@ -166,7 +166,7 @@ def test_inline_assembly_has_its_files() -> None:
     """Device code that only some GPUs have is in few files: instructions, pairs of decoded weights, Hopper."""
     users = {
         path.relative_to(PACKAGE).as_posix()
-        for path, nodes in package().items()
+        for path, nodes in sources().items()
         if any(getattr(node, "attr", "") == "inline_asm_elementwise" for node in nodes)
     }
     assert {user for user in users if not user.startswith("kernels/hopper/")} == {

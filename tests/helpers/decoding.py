@@ -6,13 +6,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from helpers.small_models import LATENT, make_model
 from transformers import PreTrainedModel
 
 from ep_moe.app.generate_rank import _padded
 from ep_moe.engines.transformers import GenerationOptions, shard_experts
 from ep_moe.engines.transformers.decoding import Decoder, decoder, loop
 from ep_moe.group import EPGroup
+from helpers.small_models import LATENT, make_model
 
 TEXTS = ("In the beginning God ", "And he said unto ", "Blessed are the poor in spirit: for ", "The")
 MODELS: dict[str, dict[str, Any]] = {
