@@ -103,19 +103,21 @@ def announce(
         wrong_count = (num_tokens > announcer.max_tokens) | (num_tokens < 0)
         code = tl.where(wrong_count, TOO_MANY, tl.where(bad > 0, BAD_IDS, FINE))
         code = tl.where(announcer.refusal > 0, REFUSED, code)
-        status = pack_status(code, tl.where(code == BAD_IDS, bad, num_tokens))
+        status = make_word(round_.epoch, pack_status(code, tl.where(code == BAD_IDS, bad, num_tokens)))
         fingerprint = round_.fingerprint
         if code == BAD_IDS:  # there is no payload: the format's word carries one of the ids
             fingerprint = _find_bad_id(tokens, present, num_physical, ids_stride, row.K, sending.TOKENS)
-        words = (status, fingerprint, round_.layer, round_.settings)  # STATUS, FORMAT, LAYER, SETTINGS
-        for w in tl.static_range(HEADER_WORDS):
-            stage(exchange, ranks, HEADERS, 0, w, make_word(round_.epoch, words[w]), None)
+        others = (fingerprint, round_.layer, round_.settings)  # FORMAT, LAYER, SETTINGS
+        stage(exchange, ranks, HEADERS, 0, STATUS, status, None)
+        for w in tl.static_range(FORMAT, HEADER_WORDS):
+            stage(exchange, ranks, HEADERS, 0, w, make_word(round_.epoch, others[w - FORMAT]), None)
         for r in tl.static_range(ranks.R):
             if round_.enabled & is_active(round_.active, r):
-                for w in tl.static_range(HEADER_WORDS):
-                    all_words = Piece(header, 0, 0, HEADER_WORDS * (w == HEADER_WORDS - 1))  # put with the last one
-                    word = make_word(round_.epoch, words[w])
-                    put_word(exchange, ranks, Peer(links.bases[r], r), HEADERS, all_words, w, word, None)
+                put_word(exchange, ranks, Peer(links.bases[r], r), HEADERS, Piece(header, 0), STATUS, status, None)
+                for w in tl.static_range(FORMAT, HEADER_WORDS):
+                    piece = Piece(header, 0, 0, HEADER_WORDS * (w == HEADER_WORDS - 1))  # all with the last word
+                    word = make_word(round_.epoch, others[w - FORMAT])
+                    put_word(exchange, ranks, Peer(links.bases[r], r), HEADERS, piece, w, word, None)
         tl.store(own.state_ptr + OWN_TOKENS, tl.where(wrong_count, announcer.max_tokens, num_tokens))
         tl.store(own.state_ptr + SENT, round_.epoch)  # also if it is skipped: ranks must not resume with this round
 

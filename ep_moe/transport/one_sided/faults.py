@@ -56,9 +56,7 @@ class Faults:
         self._watchdog = Watchdog(group, memory, self._members)
         self.waiting = self._watchdog.waiting if INTERPRET else _untimed
         self._refusal: Exception | None = None
-        self._refused_counts: collections.deque[int] = collections.deque(
-            maxlen=16
-        )  # token counts that this host refused
+        self._refused_counts: collections.deque[int] = collections.deque(maxlen=16)  # of tokens, by this host
         self._lost: PeerLostError | None = None  # ends this transport
         self._suspects: set[int] = set()
         self._destroyed, self._rested = False, False
