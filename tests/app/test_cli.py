@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import typer
-from faults import broken_main
+from helpers.broken_main import broken_main
 from helpers.processes import EP_MOE, ROOT, environ, processes_with, ranks_of
 from typer.testing import CliRunner, Result
 

@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-import fake_deepep
+from helpers import fake_deepep
 
 import ep_moe.layout
 from ep_moe.config import GroupConfig

@@ -1,1 +1,1 @@
-"""The machine that `tests/test_protocol.py` runs the protocol on."""
+"""The machine that `test_protocol` runs the protocol on."""

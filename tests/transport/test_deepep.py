@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import fake_deepep
 import pytest
 import test_layer
 import torch
+from helpers import fake_deepep
 
 from ep_moe.config import GroupConfig, Layout, TransportConfig
 from ep_moe.group import EPGroup, PeerLostError

@@ -2,7 +2,7 @@
 
 Every round a rank runs a dispatch kernel, its experts and a combine kernel, in stream order; each slot has its own
 stream. A comment states each rule where the model implements it; `BROKEN` lists the error that occurs without it. Lost
-ranks have a separate model (`test_losses.py`).
+ranks have a separate model (`test_lost_rank`).
 
 Letters: R ranks, N rounds, n a round (from 1), a the rank that runs, b another rank. Words that b writes for a: D and
 cnt are a dispatch's LL words ("cells": kind and T; counts), h the header of a row, P its payload, C the cell of a
@@ -12,6 +12,7 @@ combine, Y a result row, which holds Lamport-style sentinels until it arrives.
 from dataclasses import dataclass, replace
 
 import pytest
+
 from protocol.exploring import explore
 from protocol.model import Machine, Model, Program, Step
 

@@ -7,6 +7,7 @@ on: from some round on, the same on all ranks, results are right again. `BROKEN`
 from dataclasses import replace
 
 import pytest
+
 from protocol.exploring import explore
 from protocol.losses import Model
 from protocol.ranks import Call, Case

@@ -26,7 +26,7 @@ from ep_moe.launch import RankFailedError, launch
 from ep_moe.placement import Placement
 from ep_moe.transport import create_transport
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parent.parent
 SIZES = TransportConfig(hidden=16, max_tokens_per_rank=1)
 
 

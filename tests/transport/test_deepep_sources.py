@@ -11,9 +11,9 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import fake_deepep
 import pytest
 import torch
+from helpers import fake_deepep
 
 from ep_moe.testing.cases import TransportCase
 from ep_moe.testing.rounds import SUM_ORDERS, _Part

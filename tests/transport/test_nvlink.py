@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers import separate
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parent.parent
 GROUPS = separate.groups(TESTS / "nvlink", 3)
 
 
