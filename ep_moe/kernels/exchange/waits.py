@@ -142,7 +142,7 @@ def wait_for_flag(exchange, ranks: tl.constexpr, round_, phase, flag_ptr, source
         payload = tl.where(epoch_of(word) != round_.epoch, -1, payload_of(word))
         waiting = (epoch_of(word) != round_.epoch).to(tl.int32)
         if waiting > 0:
-            waiting = tl.max(LATE + troubles(exchange, ranks, round_, start, polls, ranks_spread), 0)
+            waiting = tl.max(troubles(exchange, ranks, round_, start, polls, ranks_spread) + LATE, 0)
             polls += 1
             if waiting >= TIMED_OUT:
                 if waiting < OVER:
