@@ -16,7 +16,7 @@ from ep_moe.experts.formats import Between, FormatRow, decodes_pairs, row_of
 from ep_moe.experts.tuning import ExpertTiles
 from ep_moe.kernel_launch.cuda_driver import DriverKernel
 from ep_moe.kernel_launch.kernel import Kernel, Run
-from ep_moe.kernels.gemm.arguments import ExpertScalars, Operands, Rows, Stored, TileList
+from ep_moe.kernels.gemm.arguments import Epilogue, ExpertScalars, Operands, Rows, Shared, Stored, TileList
 from ep_moe.layout import Batched, ExpertBatch
 from ep_moe.quant import QuantScheme
 from ep_moe.weights import ExpertWeights
@@ -108,6 +108,26 @@ class CallShape:
         """True if weights are decoded two at once to 16 bits. folded: whether with the scales of their groups."""
         whole_words = all(self.scheme.weight.row_values(width) % 4 == 0 for width in (self.hidden, self.intermediate))
         return self.decodes and whole_words and decodes_pairs(self.scheme, self.row_dtype, folded=folded)
+
+    def epilogue(self, between: Between, *, order: int = 0) -> Epilogue:
+        """Of the first GEMM; `Epilogue.ORDER` is `order`."""
+        activation = self.activation.kind
+        return Epilogue(
+            ACTIVATION=activation.value,
+            UP_FIRST=self.up_first,
+            GATED=activation.gated,
+            ALTERNATING=self.alternating,
+            LIMITED=self.limited,
+            REQUANTIZE=between.value if between.fused else "none",
+            POWER_OF_TWO=self.scheme.activation.power_of_two,
+            ORDER=order,
+        )
+
+    @property
+    def shared(self) -> Shared:
+        """Numbers of the activation."""
+        limit = math.inf if self.activation.limit is None else self.activation.limit
+        return Shared(float(self.activation.alpha), float(self.activation.beta), float(limit))
 
     @property
     def weight_bits(self) -> int:

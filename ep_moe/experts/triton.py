@@ -3,7 +3,6 @@
 Letters: L local experts, H hidden, I intermediate, G scale groups, Q row tiles of all experts.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from ep_moe.experts.ready_rows import (
 from ep_moe.experts.tile_tables import default_table
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles, fit_stages, fit_steps
 from ep_moe.kernel_launch.kernel import Kernel
-from ep_moe.kernels.gemm.arguments import Codes, Epilogue, RowGroups, Scales, Shared, Sizes, TileShape
+from ep_moe.kernels.gemm.arguments import Codes, Epilogue, RowGroups, Scales, Sizes, TileShape
 from ep_moe.kernels.gemm.grouped import _first_gemm_kernel, _second_gemm_kernel
 from ep_moe.kernels.gemm.tokens import _prepare_rows_kernel
 
@@ -246,19 +245,8 @@ class TritonGemms:
 
     def first(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:
         """`_first_gemm_kernel` for calls of this shape. Local."""
-        activation, rows = shape.activation, shape.max_tiles(tiles.block_m) * tiles.block_m
-        width = ready_width(shape, tiles)
-        epilogue = Epilogue(
-            ACTIVATION=activation.kind.value,
-            UP_FIRST=shape.up_first,
-            GATED=activation.kind.gated,
-            ALTERNATING=shape.alternating,
-            LIMITED=shape.limited,
-            REQUANTIZE=between.value if between.fused else "none",
-            POWER_OF_TWO=shape.scheme.activation.power_of_two,
-            ORDER=inner_order(shape, tiles) if between.fused else 0,
-        )
-        limit = math.inf if activation.limit is None else float(activation.limit)
+        width, rows = ready_width(shape, tiles), shape.max_tiles(tiles.block_m) * tiles.block_m
+        epilogue = shape.epilogue(between, order=inner_order(shape, tiles) if between.fused else 0)
         height, (block, row, group) = (1, (1, 0, 0)) if width else (shape.scale_height, shape.scale_strides)
         sizes = Sizes(
             K=shape.hidden,
@@ -268,7 +256,7 @@ class TritonGemms:
             x_scale_stride_row=row,
             out_stride=inner_width(shape, tiles) if between.fused else shape.intermediate,
         )
-        numbers = Shared(float(activation.alpha), float(activation.beta), limit), height, block, group, rows
+        numbers = shape.shared, height, block, group, rows
         return _prepare(_first_gemm_kernel, sizes, numbers, epilogue, shape, tiles, between, second=False)
 
     def second(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:

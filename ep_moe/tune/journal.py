@@ -70,6 +70,10 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n", encoding="utf-8")
 
+    def of(self, rows: int) -> list[Trial]:
+        """The trials for this number of rows."""
+        return [trial for trial in self.trials.values() if trial.rows == rows]
+
     def add(self, entry: Trial | Compiled | Chosen) -> None:
         """Write an entry behind the others. Errors: OSError."""
         values = {name: getattr(entry, name) for name in type(entry).__slots__} | {"tiles": tiles_to_json(entry.tiles)}

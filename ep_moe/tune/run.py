@@ -85,7 +85,13 @@ def tune(engine: EngineConfig, config: TuneConfig) -> dict[str, Any]:
         "gpu": device_name(device),
         "dtype": dtype,
         "compiled": len(journal.compiled),
-        "rows": [_reported(journal.chosen[rows], journal) for rows in config.rows if rows in journal.chosen],
+        "rows": [
+            _reported(
+                journal.chosen[rows], tried=len(journal.of(rows)), refused=sum(bool(t.why) for t in journal.of(rows))
+            )
+            for rows in config.rows
+            if rows in journal.chosen
+        ],
     }
 
 
@@ -118,16 +124,8 @@ def _checked(problem: Problem, rows: int, folder: Path) -> dict[str, Any]:
     problem.set_rows(rows)
     used, default = problem.used(folder), problem.default()
     us = in_turn(problem, default, used)
-    return {
-        "rows_per_expert": rows,
-        "backend": used.backend,
-        "us": us[used],
-        "default_us": us[default],
-        "speedup_ratio": us[default] / us[used],
-        "tried": len(us),
-        "refused": 0,
-        "complete": True,
-    }
+    chosen = Chosen(rows=rows, tiles=used, us=us[used], default_us=us[default], complete=True)
+    return _reported(chosen, tried=len(us), refused=0)
 
 
 def _write(path: Path, chosen: Mapping[int, Chosen]) -> None:
@@ -141,16 +139,15 @@ def _write(path: Path, chosen: Mapping[int, Chosen]) -> None:
     new.replace(path)
 
 
-def _reported(found: Chosen, journal: Journal) -> dict[str, Any]:
-    trials = [trial for trial in journal.trials.values() if trial.rows == found.rows]
+def _reported(found: Chosen, *, tried: int, refused: int) -> dict[str, Any]:
     return {
         "rows_per_expert": found.rows,
         "backend": found.tiles.backend,
         "us": found.us,
         "default_us": found.default_us,
         "speedup_ratio": found.default_us / found.us,
-        "tried": len(trials),
-        "refused": sum(bool(trial.why) for trial in trials),
+        "tried": tried,
+        "refused": refused,
         "complete": found.complete,
     }
 

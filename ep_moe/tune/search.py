@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from ep_moe.experts.tuning import ExpertTiles
-from ep_moe.tune.candidates import merged, neighbours
+from ep_moe.tune.candidates import neighbours
 from ep_moe.tune.journal import Chosen, Compiled, Journal, Trial
 from ep_moe.tune.problem import Problem
 
@@ -80,7 +80,7 @@ class Search:
         """
         self.problem.set_rows(rows)
         starts = self.problem.choices()
-        best = min(self._of(rows), key=_us, default=self._known(rows, starts[0]))
+        best = min(self.journal.of(rows), key=_us, default=self._known(rows, starts[0]))
         candidates = [*starts, best.tiles, *neighbours(best.tiles, self.problem.shape, self.shared_bytes)]
         return len(self._compiled(candidates, secs))
 
@@ -105,7 +105,7 @@ class Search:
                 min((self._known(rows, t) for t in around if self._differs_in(part, t, best)), key=_us, default=best)
                 for part in ("first", "second")
             ]
-            both = merged(best.tiles, parts[0].tiles.first, parts[1].tiles.second)
+            both = dataclasses.replace(best.tiles, first=parts[0].tiles.first, second=parts[1].tiles.second)
             found = min(found, self._try(rows, [both], end), key=_us)
             measured = all((rows, tiles) in self.journal.trials for tiles in around)
             complete = measured and not found.us < _GAIN * best.us and time.monotonic() < end
@@ -130,11 +130,8 @@ class Search:
             if tiles not in new[:always] and time.monotonic() > end:
                 break
             self.journal.add(self._measure(rows, tiles, refused.get(tiles, "")))
-            self.report(len(self.journal.trials), min((t for t in self._of(rows)), key=_us))
+            self.report(len(self.journal.trials), min(self.journal.of(rows), key=_us))
         return min((self._known(rows, tiles) for tiles in candidates), key=_us)
-
-    def _of(self, rows: int) -> Iterable[Trial]:
-        return (trial for trial in self.journal.trials.values() if trial.rows == rows)
 
     def _measure(self, rows: int, tiles: ExpertTiles, why: str) -> Trial:
         us = float("inf")

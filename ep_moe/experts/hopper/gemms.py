@@ -5,7 +5,6 @@ weights.
 """
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -223,18 +222,8 @@ class HopperGemms:
 
     def first(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:
         """`_hopper_gemm_kernel` for w13 @ x. Local."""
-        activation = shape.activation
-        epilogue = Epilogue(
-            ACTIVATION=activation.kind.value,
-            UP_FIRST=shape.up_first,
-            GATED=activation.kind.gated,
-            ALTERNATING=shape.alternating,
-            LIMITED=shape.limited,
-            REQUANTIZE=between.value if between.fused else "none",
-            POWER_OF_TWO=shape.scheme.activation.power_of_two,
-        )
         stored = (shape.scheme.activation.dtype or shape.dtype) if between.fused else torch.float32
-        return _prepare(shape, tiles, between, epilogue, stored, second=False, overlap=self._overlap)
+        return _prepare(shape, tiles, between, shape.epilogue(between), stored, second=False, overlap=self._overlap)
 
     def second(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:
         """`_hopper_gemm_kernel` for w2 @ intermediate. Local."""
@@ -263,17 +252,18 @@ def _prepare(
     if second:
         sums, columns = columns, sums
     gated, weight, payload = epilogue.GATED, shape.scheme.weight, shape.scheme.payload
-    item_bytes, activation = shape.row_dtype.itemsize, shape.activation
-    block_k, grouped = STEP_BYTES // item_bytes, payload.granularity == "group"
+    block_k, grouped = STEP_BYTES // shape.row_dtype.itemsize, payload.granularity == "group"
     halves = 1 if second and _fits_one_wave(shape, columns) else 2
-    column_tiles = triton.cdiv(columns, HALF_N.value * (1 if gated else halves))
     stored_halves = 1 if gated else halves
+    column_tiles = triton.cdiv(columns, HALF_N.value * stored_halves)
     half_bytes = HALF_M.value * HALF_N.value * stored.itemsize
     stage_bytes = STEP_BYTES * (BLOCK_M.value + halves * HALF_N.value) + 4 * BLOCK_M.value * grouped
     buffers = stored_halves if 2 * stored_halves * half_bytes + 3 * stage_bytes <= _SHARED_BYTES else 1
     stages = min((_SHARED_BYTES - 2 * buffers * half_bytes) // stage_bytes, 8)
     rows = shape.max_tiles(BLOCK_M.value) * BLOCK_M.value
-    arrivals = triton.cdiv(shape.intermediate, HALF_N.value * (1 if activation.kind.gated else 2)) * 2 * THREADS.value
+    arrivals = (
+        triton.cdiv(shape.intermediate, HALF_N.value * (1 if shape.activation.kind.gated else 2)) * 2 * THREADS.value
+    )
     pipeline = Pipeline(
         N=columns,
         W=columns * (2 if gated else 1),
@@ -291,9 +281,9 @@ def _prepare(
         STAGES=stages,
         OUT_BUFFERS=buffers,
         ARRIVALS=arrivals if overlap and between.fused else 0,
-        ALPHA=float(activation.alpha),
-        BETA=float(activation.beta),
-        LIMIT=math.inf if activation.limit is None else float(activation.limit),
+        ALPHA=shape.shared.alpha,
+        BETA=shape.shared.beta,
+        LIMIT=shape.shared.limit,
     )
     scales = Scales(
         X="none" if not payload.quantized else "group" if grouped else "row",

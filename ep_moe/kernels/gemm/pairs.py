@@ -125,12 +125,10 @@ _FOUR = tl.constexpr("=h,=h,=h,=h,r")
 @triton.jit
 def decode_int8_words(words, dtype: tl.constexpr):
     """The numbers of the four signed bytes in each of words [R, W]: [R, W, 2, 2], by bits 0, 1 of the byte; exact."""
-    bf16: tl.constexpr = (tl.bfloat16,) * 4
-    f16: tl.constexpr = (tl.float16,) * 4
-    if dtype == tl.bfloat16:
-        a, b, c, d = tl.inline_asm_elementwise(_INT8_BF16, _FOUR, [words], dtype=bf16, is_pure=True, pack=1)
-    else:
-        a, b, c, d = tl.inline_asm_elementwise(_INT8_F16, _FOUR, [words], dtype=f16, is_pure=True, pack=1)
+    IS_BF16: tl.constexpr = dtype == tl.bfloat16
+    KINDS: tl.constexpr = (tl.bfloat16,) * 4 if IS_BF16 else (tl.float16,) * 4
+    PTX: tl.constexpr = _INT8_BF16 if IS_BF16 else _INT8_F16
+    a, b, c, d = tl.inline_asm_elementwise(PTX, _FOUR, [words], dtype=KINDS, is_pure=True, pack=1)
     return tl.join(tl.join(a, b), tl.join(c, d))
 
 
@@ -222,26 +220,20 @@ def decode_words(words, scale, zero, dtype: tl.constexpr, SCALES, CODES):
 
     Codes four apart are in the halves of one register, so that no byte has to be moved.
     """
-    bf16: tl.constexpr = (tl.bfloat16,) * 8
-    f16: tl.constexpr = (tl.float16,) * 8
+    IS_BF16: tl.constexpr = dtype == tl.bfloat16
+    KINDS: tl.constexpr = (tl.bfloat16,) * 8 if IS_BF16 else (tl.float16,) * 8
     if CODES.KIND == "e2m1":
         a, e, b, f, c, g, d, h = tl.inline_asm_elementwise(
-            _WORDS_E2M1_BF16, _EIGHT, [words, scale], dtype=bf16, is_pure=True, pack=1
-        )
-    elif SCALES.WEIGHT == "fold" and dtype == tl.bfloat16:
-        a, e, b, f, c, g, d, h = tl.inline_asm_elementwise(
-            _WORDS_UINT4_BF16_SCALED, _EIGHT_SCALED, [words, zero, scale], dtype=bf16, is_pure=True, pack=1
+            _WORDS_E2M1_BF16, _EIGHT, [words, scale], dtype=KINDS, is_pure=True, pack=1
         )
     elif SCALES.WEIGHT == "fold":
+        SCALED: tl.constexpr = _WORDS_UINT4_BF16_SCALED if IS_BF16 else _WORDS_UINT4_F16_SCALED
         a, e, b, f, c, g, d, h = tl.inline_asm_elementwise(
-            _WORDS_UINT4_F16_SCALED, _EIGHT_SCALED, [words, zero, scale], dtype=f16, is_pure=True, pack=1
-        )
-    elif dtype == tl.bfloat16:
-        a, e, b, f, c, g, d, h = tl.inline_asm_elementwise(
-            _WORDS_UINT4_BF16, _EIGHT, [words, zero], dtype=bf16, is_pure=True, pack=1
+            SCALED, _EIGHT_SCALED, [words, zero, scale], dtype=KINDS, is_pure=True, pack=1
         )
     else:
+        PTX: tl.constexpr = _WORDS_UINT4_BF16 if IS_BF16 else _WORDS_UINT4_F16
         a, e, b, f, c, g, d, h = tl.inline_asm_elementwise(
-            _WORDS_UINT4_F16, _EIGHT, [words, zero], dtype=f16, is_pure=True, pack=1
+            PTX, _EIGHT, [words, zero], dtype=KINDS, is_pure=True, pack=1
         )
     return _join_words(a, e, b, f, c, g, d, h)
