@@ -5,6 +5,7 @@ Letters: K columns that a GEMM sums over.
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 from ep_moe.experts.grouped_gemm import CallShape
 from ep_moe.experts.ready_rows import shuffles
@@ -50,15 +51,17 @@ def _doubled(value: int, limits: tuple[int, int]) -> Iterator[int]:
 
 def _gemms(gemm: GemmTiles) -> Iterator[GemmTiles]:
     for name, limits in (("block_n", _BLOCK_N), ("block_k", _BLOCK_K), ("num_warps", _WARPS)):
-        yield from (dataclasses.replace(gemm, **{name: value}) for value in _doubled(getattr(gemm, name), limits))
+        yield from (_changed(gemm, **{name: value}) for value in _doubled(getattr(gemm, name), limits))
     for name, (least, most) in (("num_stages", _STAGES), ("programs_per_sm", _PROGRAMS)):
         value = getattr(gemm, name)
-        yield from (
-            dataclasses.replace(gemm, **{name: other}) for other in (value - 1, value + 1) if least <= other <= most
-        )
+        yield from (_changed(gemm, **{name: other}) for other in (value - 1, value + 1) if least <= other <= most)
     yield dataclasses.replace(gemm, swap=not gemm.swap)
     if gemm.block_k < _BLOCK_K[1] and gemm.num_stages // 2 >= _STAGES[0]:  # the same bytes in flight, in wider steps
         yield dataclasses.replace(gemm, block_k=2 * gemm.block_k, num_stages=gemm.num_stages // 2)
+
+
+def _changed(gemm: GemmTiles, **changes: Any) -> GemmTiles:
+    return dataclasses.replace(gemm, **changes)
 
 
 def _fitting(tiles: ExpertTiles, shape: CallShape, shared_bytes: int) -> Iterator[ExpertTiles]:
