@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.expert_cases import used_rows
+from helpers.expert_cases import interleaved, used_rows
 
 from ep_moe.config import ActivationConfig, ActivationKind, Layout
 from ep_moe.experts import Experts, ReferenceExperts, create_experts, reference
@@ -277,16 +277,9 @@ def test_hopper_gemms_of_odd_sizes(scheme: str, activation: str, biased: bool) -
         assert_same_bits(other(batch, weights)[sound], y[sound], f"tiles in groups of {group_m}")
 
 
-def in_turns(tensor: torch.Tensor) -> torch.Tensor:
-    """[L, 2I, ...] with rows [gate; up] as rows that take turns, gate first; [L] stays as it is."""
-    if tensor.dim() == 1:
-        return tensor
-    return torch.stack(as_bytes(tensor).chunk(2, 1), 2).flatten(1, 2).view(tensor.dtype).contiguous()
-
-
 @pytest.mark.parametrize("pool", [False, True], ids=["", "gathered"])
 @pytest.mark.parametrize("scheme", ["none", "fp8_tensor", "fp8_token"])
-def test_hopper_gemms_of_rows_in_turns(scheme: str, pool: bool) -> None:
+def test_hopper_gemms_of_interleaved_rows(scheme: str, pool: bool) -> None:
     """Rows of gate and up that take turns have the bits of rows apart, at counts and columns that fill no tile."""
     model = Model(
         hidden=1152,
@@ -297,8 +290,8 @@ def test_hopper_gemms_of_rows_in_turns(scheme: str, pool: bool) -> None:
         biased=scheme != "fp8_token",
     )
     apart, experts = make_weights(model, scheme), make_experts("hopper", model.activation)
-    bias = None if apart.w13_bias is None else in_turns(apart.w13_bias)
-    weights = dataclasses.replace(apart, w13=apart.w13.map(in_turns), w13_bias=bias, alternating=True)
+    bias = None if apart.w13_bias is None else interleaved(apart.w13_bias)
+    weights = dataclasses.replace(apart, w13=apart.w13.map(interleaved), w13_bias=bias, alternating=True)
     ids = torch.arange(len(ODD_ROWS), device="cuda").repeat_interleave(torch.tensor(ODD_ROWS, device="cuda"))
     ids = ids[torch.randperm(len(ids), generator=torch.Generator("cuda").manual_seed(4), device="cuda")]
     rows = make_rows(model, scheme, len(ids))

@@ -89,34 +89,23 @@ def _reference(x: np.ndarray, tile: tuple[int, int], name: str) -> tuple[np.ndar
     return codes, scale
 
 
-def _tile_of_activations(name: str, rows: int, width: int) -> tuple[int, int]:
-    tiles = {
-        "fp8_tensor": (rows, width),
-        "fp8_tensor_channel": (rows, width),
-        "int8_block": (1, 128),
-        "fp8_token": (1, width),
-        "int8_token": (1, width),
-        "fp8_block": (1, 128),
-        "fp8_block_ue8m0": (1, 128),
-        "fp8_block_64x32": (1, 32),
-        "mxfp8": (1, 32),
-        "nvfp4": (1, 16),
-    }
-    return tiles[name]
+TILES = {  # rows and columns that share a scale, of activations and of weights; 0 is all of them
+    "fp8_tensor": ((0, 0), (0, 0)),
+    "fp8_tensor_channel": ((0, 0), (1, 0)),
+    "fp8_token": ((1, 0), (1, 0)),
+    "int8_token": ((1, 0), (1, 0)),
+    "fp8_block": ((1, 128), (128, 128)),
+    "fp8_block_ue8m0": ((1, 128), (128, 128)),
+    "int8_block": ((1, 128), (128, 128)),
+    "fp8_block_64x32": ((1, 32), (64, 32)),
+    "mxfp8": ((1, 32), (1, 32)),
+    "nvfp4": ((1, 16), (1, 16)),
+}
 
 
-def _tile_of_weights(name: str, rows: int, columns: int) -> tuple[int, int]:
-    tiles = {
-        "fp8_tensor": (rows, columns),
-        "fp8_tensor_channel": (1, columns),
-        "int8_block": (128, 128),
-        "fp8_token": (1, columns),
-        "int8_token": (1, columns),
-        "fp8_block": (128, 128),
-        "fp8_block_ue8m0": (128, 128),
-        "fp8_block_64x32": (64, 32),
-    }
-    return tiles[name]
+def _tile(name: str, rows: int, columns: int, *, weights: bool = False) -> tuple[int, int]:
+    tile = TILES[name][weights]
+    return tile[0] or rows, tile[1] or columns
 
 
 def _codes(values: torch.Tensor) -> np.ndarray:
@@ -145,22 +134,20 @@ def test_rounding_is_to_nearest_even_and_saturates() -> None:
     np.testing.assert_array_equal(dequantize(result).numpy(), VALUES[_codes(result.values)])
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantize_has_the_bits_of_the_reference(name: str, width: int, dtype: torch.dtype) -> None:
     x = _tokens(9, width, dtype)
     before = x.clone()
-    codes, tiles = _reference(x.float().numpy(), _tile_of_activations(name, 9, width), name)
+    codes, tiles = _reference(x.float().numpy(), _tile(name, 9, width), name)
     result = quantize(x, get_scheme(name))
     np.testing.assert_array_equal(_codes(result.values), codes)
     np.testing.assert_array_equal(result.scale.numpy(), np.broadcast_to(tiles, (9, tiles.shape[1])))
     assert result.scale.stride() == (1, 9)
     assert result.values.is_contiguous()
     assert torch.equal(x, before)
-    spread = np.repeat(tiles, _tile_of_activations(name, 9, width)[1], axis=1)[:, :width]
+    spread = np.repeat(tiles, _tile(name, 9, width)[1], axis=1)[:, :width]
     with np.errstate(over="ignore"):  # what is rounded up beyond the largest float32
         real = _numbers(codes, name) * spread
     np.testing.assert_array_equal(dequantize(result).numpy(), real)
@@ -207,7 +194,7 @@ def test_what_is_not_finite_makes_nan_of_its_scale_alone(name: str, bad: float) 
     x[2, 130] = bad
     with_nan = dequantize(quantize(x, get_scheme(name)))
     row, column = torch.meshgrid(torch.arange(4), torch.arange(272), indexing="ij")
-    tile_rows, tile_columns = _tile_of_activations(name, 4, 272)
+    tile_rows, tile_columns = _tile(name, 4, 272)
     shared = (row // tile_rows == 2 // tile_rows) & (column // tile_columns == 130 // tile_columns)
     assert bool(with_nan[shared].isnan().all())
     assert torch.equal(with_nan[~shared], clean[~shared])
@@ -248,7 +235,7 @@ def test_weights_have_the_bits_of_the_reference(name: str, rows: int, columns: i
     assert scale is not None
     assert stored.tensors.keys() == {"values", "scale"}
     real = dequantize_weight(stored, scheme)
-    tile = _tile_of_weights(name, rows, columns)
+    tile = _tile(name, rows, columns, weights=True)
     shapes = {
         "tensor": (3,),
         "channel": (3, rows),
@@ -278,7 +265,7 @@ def _micro_reference(
     `second` is the second scale of "nvfp4", None for rows that carry none.
     """
     second = np.float32(1) if second is None else second
-    group = _tile_of_activations(name, 1, 1)[1]
+    group = _tile(name, 1, 1)[1]
     codes, real = np.zeros(x.shape, np.uint8), np.zeros(x.shape, np.float32)
     bytes_ = np.zeros((x.shape[0], math.ceil(x.shape[1] / group)), np.uint8)
     for i, j in np.ndindex(*bytes_.shape):
@@ -313,9 +300,7 @@ def _micro_codes(values: torch.Tensor, name: str) -> np.ndarray:
     return codes if name == "mxfp8" else np.stack([codes % 16, codes // 16], axis=-1).reshape(*codes.shape[:-1], -1)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("width", [464, 144, 48, 16])
 @pytest.mark.parametrize("name", MICRO)
 def test_micro_scales_have_the_bits_of_the_reference(name: str, width: int, dtype: torch.dtype) -> None:
@@ -347,7 +332,7 @@ def _second_scale(x: np.ndarray) -> np.float32:
     return max(largest, np.float32(1e-10)) / np.float32(2688)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("width", [144, 48, 24])
 def test_second_scales_have_the_bits_of_the_reference(width: int, dtype: torch.dtype) -> None:
     """Weights have one per matrix; rows that are not sent have one per row."""

@@ -112,6 +112,15 @@ def used_rows(batch: ExpertBatch) -> torch.Tensor:
     return used
 
 
+def interleaved(rows: torch.Tensor | None) -> torch.Tensor | None:
+    """[L, 2I, ...] of gate and up rows, one after the other."""
+    if rows is None or rows.dim() < 2:
+        return rows
+    stored = rows.view(torch.uint8) if rows.element_size() == 1 else rows
+    turns = torch.stack(stored.chunk(2, dim=1), dim=2).flatten(1, 2)
+    return turns.view(rows.dtype)
+
+
 def make_case(
     scheme_name: str = "none",
     dtype: torch.dtype = torch.float32,

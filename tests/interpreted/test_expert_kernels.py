@@ -23,6 +23,7 @@ from helpers.expert_cases import (
     TOPK_IDS,
     Case,
     fill_with_nan,
+    interleaved,
     used_rows,
 )
 from helpers.expert_cases import make_case as make
@@ -266,15 +267,6 @@ def test_up_before_gate(scheme: str, activation: str) -> None:
     own = ("w13_output_scale", "w13_gate_output_scale", "w2_output_scale", *(("limit",) if "gpt" in activation else ()))
     case = make_case(scheme, torch.bfloat16, ACTIVATIONS[activation]).with_own(*own).with_weights(up_first=True)
     assert_equals_torch(case, ACTIVATIONS[activation], case.batch(Layout.COMPACT))
-
-
-def interleaved(rows: torch.Tensor | None) -> torch.Tensor | None:
-    """[L, 2I, ...] of gate and up rows, one after the other."""
-    if rows is None or rows.dim() < 2:
-        return rows
-    stored = rows.view(torch.uint8) if rows.element_size() == 1 else rows
-    turns = torch.stack(stored.chunk(2, dim=1), dim=2).flatten(1, 2)
-    return turns.view(rows.dtype)
 
 
 @pytest.mark.parametrize(
