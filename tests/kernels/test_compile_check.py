@@ -14,7 +14,7 @@ from compile_check.order import unseen
 
 pytest.importorskip("triton")
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 FAULTY = ("--package", "compile_check.faulty", "--cases", "compile_check.faulty.cases")
 
 # by case, else by kernel: the rule that it breaks, on both targets, and words of the finding

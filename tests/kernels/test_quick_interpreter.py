@@ -5,6 +5,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,7 +95,7 @@ CHECKS: dict[str, Callable[[], None]] = {"results": _check_results, "unknown": _
 @pytest.mark.parametrize("name", [name for name in CHECKS if IS_KNOWN or name == "unknown"])
 def test_in_a_process_of_its_own(name: str) -> None:
     """Patches are for good, and Triton reads TRITON_INTERPRET once."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, __file__, name]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-4000:]

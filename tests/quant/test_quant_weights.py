@@ -181,7 +181,7 @@ def test_mxfp4_scales_at_the_ends() -> None:
 @pytest.mark.parametrize("name", [*SCHEMES, *NAMES, "fp8_block_64x48", "int8_block_16x80", "int4_w4a8_g32_zp_f16"])
 def test_a_scheme_lacks_nothing(name: str) -> None:
     """All that a new number format needs, by file."""
-    scheme, text = get_scheme(name), (Path(__file__).parents[1] / "docs" / "formats.md").read_text()
+    scheme, text = get_scheme(name), (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
     families = {scheme.payload.family, scheme.activation.family, scheme.weight.family} - {"none"}
     row = next((row for row in FORMATS if row.takes(scheme)), None)
     weight_bits = 8 * (scheme.weight.dtype or torch.bfloat16).itemsize // scheme.weight.packed
