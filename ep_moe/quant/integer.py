@@ -17,7 +17,7 @@ import math
 import torch
 
 from ep_moe.quant.base import StoredMatrix, TensorFormat
-from ep_moe.quant.scaled import spread, tiles_of
+from ep_moe.quant.scaled import spread, spread_part, tiles_of
 
 _SMALLEST = {torch.float32: 1e-11, torch.bfloat16: 1e-11, torch.float16: 2.0**-24}
 
@@ -72,12 +72,8 @@ def dequantize_weight(matrix: StoredMatrix, stored: TensorFormat) -> torch.Tenso
     """`ep_moe.quant.dequantize_weight` for values [..., N, V]."""
     assert matrix.scale is not None
     codes = matrix.values if stored.packed == 1 else unpack_nibbles(matrix.values)
-    *lead, rows, columns = codes.shape
-    tile = stored.tile(rows, columns)
-    tiled = (*lead, math.ceil(rows / tile[0]), math.ceil(columns / tile[1]))
     if matrix.zero is None:
         shift = torch.full((), 2.0 ** (_bits(stored) - 1), dtype=torch.float32, device=codes.device)
     else:
-        shift = spread(matrix.zero.reshape(tiled).float(), tile, rows, columns)
-    scale = spread(matrix.scale.reshape(tiled).float(), tile, rows, columns)
-    return codes.float().sub_(shift).mul_(scale)
+        shift = spread_part(matrix.zero, stored, codes.shape)
+    return codes.float().sub_(shift).mul_(spread_part(matrix.scale, stored, codes.shape))

@@ -11,9 +11,7 @@ Letters: T rows, H row width, G scale groups of a row, N and K rows and columns 
 """
 
 import dataclasses
-import functools
 import math
-import re
 
 import torch
 from torch.nn.functional import pad
@@ -68,24 +66,6 @@ def parse_block(name: str, size: str) -> Tile:
         if number <= 0 or number % BLOCK_MULTIPLE != 0:
             raise ValueError(f"scheme {name!r}: block size ({number}) must be a positive multiple of {BLOCK_MULTIPLE}")
     return (found[0] if len(found) == 2 else 1), found[-1]
-
-
-@functools.cache
-def parse_block_scheme(name: str) -> QuantScheme | None:
-    """Read "fp8_block_<n>x<k>" or "int8_block_<n>x<k>", with weight blocks of n rows and k columns; else None.
-
-    Args:
-        name: for example "fp8_block_64x32". "fp8_block_128x128" is "fp8_block" itself, so equal formats are equal.
-    Errors: as of `parse_block`. Local.
-    """
-    match = re.fullmatch(r"((?:fp8|int8)_block)_(\d+x\d+)", name)
-    if match is None:
-        return None
-    plain, block = SCALED_SCHEMES[match[1]], parse_block(name, match[2])
-    if block == plain.weight.block:
-        return plain
-    assert plain.weight.dtype is not None
-    return _scheme(f"{match[1]}_{block[0]}x{block[1]}", "group", "block", plain.weight.dtype, block=block)
 
 
 def _round_up(scale: torch.Tensor) -> torch.Tensor:
@@ -168,10 +148,15 @@ def quantize_weight(weight: torch.Tensor, stored: TensorFormat) -> StoredMatrix:
     return StoredMatrix(values, scale=tiles.reshape(stored.scale_shape(tuple(weight.shape))))
 
 
+def spread_part(part: torch.Tensor, stored: TensorFormat, shape: torch.Size) -> torch.Tensor:
+    """Repeat a part of a weight of `shape` [..., N, K], one number for each tile, so that it broadcasts: float32."""
+    *lead, rows, columns = shape
+    tile = stored.tile(rows, columns)
+    tiles = part.float().reshape(*lead, math.ceil(rows / tile[0]), math.ceil(columns / tile[1]))
+    return spread(tiles, tile, rows, columns)
+
+
 def dequantize_weight(matrix: StoredMatrix, stored: TensorFormat) -> torch.Tensor:
     """`ep_moe.quant.dequantize_weight` for values [..., N, K]."""
     assert matrix.scale is not None
-    *lead, rows, columns = matrix.values.shape
-    tile = stored.tile(rows, columns)
-    tiles = matrix.scale.reshape(*lead, math.ceil(rows / tile[0]), math.ceil(columns / tile[1]))
-    return matrix.values.float().mul_(spread(tiles, tile, rows, columns))
+    return matrix.values.float().mul_(spread_part(matrix.scale, stored, matrix.values.shape))

@@ -10,7 +10,7 @@ import re
 
 import torch
 
-from ep_moe.quant import micro, scaled
+from ep_moe.quant import micro
 from ep_moe.quant.base import QuantScheme, TensorFormat
 from ep_moe.quant.scaled import SCALED_SCHEMES, parse_block
 
@@ -27,25 +27,6 @@ _PATTERNS = (
 )
 
 
-def _weights_alone(name: str, weight: TensorFormat) -> QuantScheme:
-    return QuantScheme(name=name, weight=weight)
-
-
-def _integers(name: str, packed: int, group: int | None, zero_point: bool, scale_dtype: torch.dtype) -> QuantScheme:
-    """Weights in the family "integer", per channel or in groups; "int4_w4a8" has fp8 tokens."""
-    weight = TensorFormat(
-        family="integer",
-        dtype=torch.uint8,
-        packed=packed,
-        granularity="channel" if group is None else "group",
-        block=(1, group or 1),
-        scale_dtype=scale_dtype,
-        zero_point=zero_point,
-    )
-    rows = _FP8_ROWS if name.startswith("int4_w4a8") else TensorFormat()
-    return QuantScheme(name=name, payload=rows, activation=rows, weight=weight)
-
-
 @functools.cache
 def _parse_integers(name: str) -> QuantScheme | None:
     """Read "int4_w4a16_g128_zp_f16" and the like; None for other names. Errors: as of `parse_block`."""
@@ -58,34 +39,44 @@ def _parse_integers(name: str) -> QuantScheme | None:
             return None
         weight = SCALED_SCHEMES["int8_token"].weight
         in_groups = dataclasses.replace(weight, granularity="group", block=(1, group or 1))
-        return _weights_alone(name, weight if group is None else in_groups)
-    packed = 1 if match[1] == "int8_w8a16" else 2
-    return _integers(name, packed, group, match[3] is not None, _SCALE_DTYPES[match[4] or ""])
+        return QuantScheme(name=name, weight=weight if group is None else in_groups)
+    weight = TensorFormat(
+        family="integer",
+        dtype=torch.uint8,
+        packed=1 if match[1] == "int8_w8a16" else 2,
+        granularity="channel" if group is None else "group",
+        block=(1, group or 1),
+        scale_dtype=_SCALE_DTYPES[match[4] or ""],
+        zero_point=match[3] is not None,
+    )
+    rows = _FP8_ROWS if match[1] == "int4_w4a8" else TensorFormat()
+    return QuantScheme(name=name, payload=rows, activation=rows, weight=weight)
 
 
-def _parse_fp8_weights(name: str) -> QuantScheme | None:
-    """Read "fp8_w8a16_block_<n>x<k>", weights of "fp8_block_<n>x<k>" for tokens of 16 bits; None for other names."""
-    match = re.fullmatch(r"fp8_w8a16(_block_\d+x\d+)", name)
-    scheme = None if match is None else scaled.parse_block_scheme(f"fp8{match[1]}")
-    if scheme is None:
+@functools.cache
+def _parse_blocks(name: str) -> QuantScheme | None:
+    """Read "fp8_block_64x32" and the like; None for other names. Errors: as of `parse_block`.
+
+    "fp8_block_128x128" is "fp8_block" itself, so equal formats are equal.
+    """
+    match = re.fullmatch(r"(fp8_block|int8_block|fp8_w8a16_block)_(\d+x\d+)", name)
+    if match is None:
         return None
-    alone = f"fp8_w8a16{scheme.name.removeprefix('fp8')}"
-    return SCHEMES.get(alone) or _weights_alone(alone, scheme.weight)
-
-
-def _named(name: str) -> QuantScheme:
-    found = _parse_integers(name)
-    assert found is not None
-    return found
+    plain, (rows, columns) = SCHEMES[match[1]], parse_block(name, match[2])
+    if (rows, columns) == plain.weight.block:
+        return plain
+    payload = dataclasses.replace(plain.payload, block=(1, columns)) if plain.payload.quantized else plain.payload
+    weight = dataclasses.replace(plain.weight, block=(rows, columns))
+    return QuantScheme(name=f"{match[1]}_{rows}x{columns}", payload=payload, activation=payload, weight=weight)
 
 
 SCHEMES: dict[str, QuantScheme] = {
     "none": QuantScheme(name="none"),
-    **scaled.SCALED_SCHEMES,
-    "fp8_w8a16": _weights_alone("fp8_w8a16", SCALED_SCHEMES["fp8_token"].weight),
-    "fp8_w8a16_tensor": _weights_alone("fp8_w8a16_tensor", SCALED_SCHEMES["fp8_tensor"].weight),
-    "fp8_w8a16_block": _weights_alone("fp8_w8a16_block", SCALED_SCHEMES["fp8_block"].weight),
-    **{name: _named(name) for name in ("int8_w8a16", "int4_w4a16", "int4_w4a8")},
+    **SCALED_SCHEMES,
+    "fp8_w8a16": QuantScheme(name="fp8_w8a16", weight=SCALED_SCHEMES["fp8_token"].weight),
+    "fp8_w8a16_tensor": QuantScheme(name="fp8_w8a16_tensor", weight=SCALED_SCHEMES["fp8_tensor"].weight),
+    "fp8_w8a16_block": QuantScheme(name="fp8_w8a16_block", weight=SCALED_SCHEMES["fp8_block"].weight),
+    **{name: found for name in ("int8_w8a16", "int4_w4a16", "int4_w4a8") if (found := _parse_integers(name))},
     **micro.MICRO_SCHEMES,
 }
 
@@ -100,7 +91,7 @@ def get_scheme(name: str) -> QuantScheme:
     Example: "int4_w4a16_g128_zp_f16" is what GPTQ and AWQ checkpoints hold in float16.
     Errors: ValueError that lists the known names, or the valid n and k. Local.
     """
-    scheme = SCHEMES.get(name) or scaled.parse_block_scheme(name) or _parse_integers(name) or _parse_fp8_weights(name)
+    scheme = SCHEMES.get(name) or _parse_blocks(name) or _parse_integers(name)
     if scheme is None:
         raise ValueError(f"scheme ({name!r}) is not one of {', '.join((*SCHEMES, *_PATTERNS))}")
     return scheme
