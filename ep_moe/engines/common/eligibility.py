@@ -49,7 +49,7 @@ def check_sizes(hidden: int, intermediate: int, dtype: torch.dtype) -> None:
             raise ValueError(f"{name} ({size}) is no multiple of {ALIGNMENT}")
 
 
-def check_kind(kind: LayerKind, dtype: torch.dtype) -> None:
+def check_kind(kind: LayerKind) -> None:
     """Raise ValueError unless we compute a kind of layer on the device that the model is made on. Local."""
     scheme, device = kind.scheme, torch.empty(0).device
     rows_share = scheme.weight.granularity == "tensor" or scheme.weight.block[0] > 1

@@ -27,7 +27,7 @@ def kind_of_layer(layer: Any, method: Any) -> LayerKind:
         raise ValueError("its model does not say how many experts a token has")
     check_sizes(runner.hidden_size, layer.intermediate_size_per_partition, runner.params_dtype)
     kind = LayerKind(loaded=format_of(layer, method), activation=activation_of(runner))
-    check_kind(kind, runner.params_dtype)
+    check_kind(kind)
     if getattr(method, "load_up_proj_weight_first", False) and not kind.loaded.up_first:
         raise ValueError(f"weights of {type(method).__name__} with up rows before gate rows are not read here")
     return kind

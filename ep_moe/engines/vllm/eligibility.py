@@ -48,7 +48,7 @@ def kind_of_layer(layer: Any, method: Any, moe: Any) -> LayerKind:
         limit=getattr(layer, "swiglu_limit", None),
     )
     kind = LayerKind(loaded=loaded, activation=activation)
-    check_kind(kind, moe.in_dtype)
+    check_kind(kind)
     if activation.kind.gated != moe.is_act_and_mul:
         raise ValueError(f"activation '{moe.activation.value}' does not fit is_act_and_mul ({moe.is_act_and_mul})")
     return kind
