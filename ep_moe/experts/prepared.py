@@ -12,7 +12,7 @@ import torch
 
 from ep_moe.experts.formats import Between
 from ep_moe.experts.grouped_gemm import Backend, CallShape
-from ep_moe.experts.ready_rows import inner_order, inner_width
+from ep_moe.experts.prepared_rows import inner_order, inner_width
 from ep_moe.experts.requantize import prepare_requantize, prepare_tile_list
 from ep_moe.experts.tile_tables import find_table, log_once
 from ep_moe.experts.tuning import ExpertTiles

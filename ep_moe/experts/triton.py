@@ -11,14 +11,14 @@ import triton
 from ep_moe.experts.formats import Between
 from ep_moe.experts.grouped_gemm import CallShape, GroupedGemm
 from ep_moe.experts.launching import num_programs
-from ep_moe.experts.ready_rows import (
+from ep_moe.experts.prepared_rows import (
     MOST_SCALED_ROWS,
     PREPARED_COLUMNS,
     group_loads,
     inner_order,
     inner_width,
     parts,
-    ready_width,
+    prepared_width,
     shuffles,
 )
 from ep_moe.experts.tile_tables import default_table
@@ -37,7 +37,7 @@ def _codes(shape: CallShape, tiles: ExpertTiles, scales: Scales, *, second: bool
     """How the kernels of one of the GEMMs decode weights of this shape."""
     gemm = tiles.second if second else tiles.first
     products = parts(shape, gemm)
-    ready = inner_order(shape, tiles) if second else ready_width(shape, tiles)
+    ready = inner_order(shape, tiles) if second else prepared_width(shape, tiles)
     stored = shape.scheme.weight
     sums = shape.intermediate if second else shape.hidden
     scaled = scales.WEIGHT in ("fold", "block")
@@ -215,7 +215,7 @@ class TritonGemms:
 
     def workspace(self, shape: CallShape, tiles: ExpertTiles) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Rows that are prepared for weights decoded in registers; programs count tiles by themselves. Local."""
-        width, rows = ready_width(shape, tiles), shape.max_tiles(tiles.block_m) * tiles.block_m
+        width, rows = prepared_width(shape, tiles), shape.max_tiles(tiles.block_m) * tiles.block_m
         pieces: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         if width:
             pieces["packed"] = (rows, width), shape.row_dtype
@@ -225,7 +225,7 @@ class TritonGemms:
 
     def gather(self, shape: CallShape, tiles: ExpertTiles) -> Kernel | None:
         """`_prepare_rows_kernel`, for weights that are decoded in registers. Local."""
-        width = ready_width(shape, tiles)
+        width = prepared_width(shape, tiles)
         if not width:
             return None
         stored, columns = shape.scheme.payload, max(tiles.first.block_k, PREPARED_COLUMNS)
@@ -245,7 +245,7 @@ class TritonGemms:
 
     def first(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:
         """`_first_gemm_kernel` for calls of this shape. Local."""
-        width, rows = ready_width(shape, tiles), shape.max_tiles(tiles.block_m) * tiles.block_m
+        width, rows = prepared_width(shape, tiles), shape.max_tiles(tiles.block_m) * tiles.block_m
         epilogue = shape.epilogue(between, order=inner_order(shape, tiles) if between.fused else 0)
         height, (block, row, group) = (1, (1, 0, 0)) if width else (shape.scale_height, shape.scale_strides)
         sizes = Sizes(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ep_moe.experts.grouped_gemm import CallShape
-from ep_moe.experts.ready_rows import shuffles
+from ep_moe.experts.prepared_rows import shuffles
 from ep_moe.experts.tuning import HOPPER_TILES, ExpertTiles, GemmTiles, stage_bytes
 
 _MOST_ACCUMULATORS = 224  # float32 registers of a thread for sums; more would spill

@@ -34,7 +34,7 @@ from ep_moe.experts import ReferenceExperts, column_order, create_experts, exper
 from ep_moe.experts.formats import Between
 from ep_moe.experts.grouped_gemm import CallShape
 from ep_moe.experts.kernels import KernelExperts
-from ep_moe.experts.ready_rows import group_loads, inner_order, inner_width
+from ep_moe.experts.prepared_rows import group_loads, inner_order, inner_width
 from ep_moe.experts.requantize import prepare_tile_list
 from ep_moe.experts.tile_tables import default_table, table_name
 from ep_moe.experts.triton import TritonGemms

@@ -47,7 +47,7 @@ def inner_width(shape: CallShape, tiles: ExpertTiles) -> int:
     return math.ceil(shape.intermediate / tiles.second.block_k) * tiles.second.block_k
 
 
-def ready_width(shape: CallShape, tiles: ExpertTiles) -> int:
+def prepared_width(shape: CallShape, tiles: ExpertTiles) -> int:
     """Columns of the rows that are prepared for the first GEMM; 0 if it reads those of the batch.
 
     They are prepared if they are decoded to bfloat16, or if their columns are summed in another order. Local.
