@@ -2,12 +2,14 @@
 
 import dataclasses
 import enum
+import functools
 
 import torch
 
 from ep_moe.quant import FP8_CAPABILITY, QuantScheme
 
 KERNELS = ("triton", "hopper")  # names of the experts that are kernels; "torch" experts compute every format
+_MOST_SCHEMES = 256  # whose row is remembered
 _E4M3, _INT8, _CODES, _E8M0 = torch.float8_e4m3fn, torch.int8, torch.uint8, torch.float8_e8m0fnu
 
 
@@ -113,6 +115,7 @@ def kernels_compute(scheme: QuantScheme) -> bool:
     return _find(scheme) is not None
 
 
+@functools.lru_cache(maxsize=_MOST_SCHEMES)
 def row_of(scheme: QuantScheme, name: str = "triton") -> FormatRow:
     """The row of a scheme. Errors: ValueError, in the words of the experts of this name, if there is none. Local."""
     found, stored = _find(scheme), scheme.weight

@@ -5,6 +5,7 @@ Letters: L local experts, H hidden, I intermediate, G scale groups, Q row tiles 
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Protocol
@@ -22,9 +23,11 @@ from ep_moe.quant import QuantScheme
 from ep_moe.weights import ExpertWeights
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CallShape:
     """The properties of a call that determine its launches, besides addresses; calls of equal shapes share them.
+
+    It has no slots: derived values are found once.
 
     Args:
         device: of the tensors. scheme: of tokens and weights. dtype: the model's.
@@ -89,17 +92,17 @@ class CallShape:
             alternating=weights.alternating,
         )
 
-    @property
+    @functools.cached_property
     def format(self) -> FormatRow:
         """How kernels compute the scheme."""
         return row_of(self.scheme)
 
-    @property
+    @functools.cached_property
     def row_dtype(self) -> torch.dtype:
         """Of the rows as they are multiplied."""
         return self.format.rows or self.scheme.payload.dtype or self.dtype
 
-    @property
+    @functools.cached_property
     def decodes(self) -> bool:
         """True if weights are decoded to the dtype of the rows before they are multiplied."""
         return self.format.kind != "none"
@@ -123,19 +126,19 @@ class CallShape:
             ORDER=order,
         )
 
-    @property
+    @functools.cached_property
     def shared(self) -> Shared:
         """Numbers of the activation."""
         limit = math.inf if self.activation.limit is None else self.activation.limit
         return Shared(float(self.activation.alpha), float(self.activation.beta), float(limit))
 
-    @property
+    @functools.cached_property
     def weight_bits(self) -> int:
         """Bits of a stored element of the weights."""
         stored = self.scheme.weight
         return 8 * (stored.dtype or self.dtype).itemsize // stored.packed
 
-    @property
+    @functools.cached_property
     def halves_aligned(self) -> bool:
         """True if no block of scales of w13 spans both the gate and the up half."""
         return not self.activation.kind.gated or self.intermediate % self.scheme.weight.block[0] == 0
