@@ -48,7 +48,7 @@ def weight_tensors(weights: ExpertWeights) -> dict[str, torch.Tensor]:
 
 
 def with_dense_rows(batch: ExpertBatch) -> ExpertBatch:
-    """The batch, with a copy of x if its rows have gaps between their columns, or between its rows. Local."""
+    """The batch, with a copy of x if there are gaps between its columns, or between its rows. Local."""
     if batch.x.stride(-1) == 1 and (batch.x.dim() == 2 or batch.x.is_contiguous()):
         return batch
     return dataclasses.replace(batch, x=batch.x.contiguous())
