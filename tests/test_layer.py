@@ -12,6 +12,21 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers.layers import (
+    HIDDEN,
+    INTERMEDIATE,
+    NUM_EXPERTS,
+    NUM_TOPK,
+    ROUTING,
+    expected,
+    layer_on,
+    local_weights,
+    run_layer,
+    sent_to_rank_1,
+    tokens,
+    tokens_of,
+    whole_weights,
+)
 from no_memory import NoMemory
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,95 +35,14 @@ from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.launch import RankFailedError, launch
 from ep_moe.layer import ExpertParallelMoE, warmup
 from ep_moe.local_moe import local_moe
-from ep_moe.placement import Placement, create_placement
-from ep_moe.quant import StoredMatrix, get_scheme, quantize_weight
+from ep_moe.placement import Placement
+from ep_moe.quant import StoredMatrix, get_scheme
 from ep_moe.routing import Routing, route
 from ep_moe.testing import ROW_ERROR_LIMITS, worst_row_error
 from ep_moe.testing.transports import engine_defaults
 from ep_moe.transport import create_transport
 from ep_moe.transport.round_kind import RoundKind
 from ep_moe.weights import ExpertWeights
-
-HIDDEN, INTERMEDIATE, NUM_EXPERTS, NUM_TOPK = 48, 32, 10, 3
-TOKENS = (9, 0, 17, 4)  # of four ranks; fewer ranks share the same 30 tokens
-ROUTING = RoutingConfig(method=2, num_topk=NUM_TOPK, num_group=5, topk_group=3, routed_scaling_factor=2.5)
-
-
-def whole_weights(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """w13, w2, their biases, every expert different."""
-    generator = torch.Generator().manual_seed(1)
-    shapes = ((2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE), (2 * INTERMEDIATE,), (HIDDEN,))
-    return tuple((torch.randn(NUM_EXPERTS, *shape, generator=generator) / 5).to(dtype) for shape in shapes)
-
-
-def local_weights(placement: Placement, rank: int, scheme: str, dtype: torch.dtype) -> ExpertWeights:
-    """One rank's share of `whole_weights`."""
-    w13, w2, b13, b2 = (tensor[list(placement.local_experts(rank))] for tensor in whole_weights(dtype))
-    if scheme == "none":
-        return ExpertWeights(w13=StoredMatrix(w13), w2=StoredMatrix(w2), w13_bias=b13, w2_bias=b2)
-    q13, q2 = (quantize_weight(w, get_scheme(scheme)) for w in (w13, w2))
-    return ExpertWeights(w13=q13, w2=q2, w13_bias=b13, w2_bias=b2, scheme=get_scheme(scheme))
-
-
-def tokens(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """All 30 tokens and their router logits."""
-    generator = torch.Generator().manual_seed(2)
-    x = torch.randn(sum(TOKENS), HIDDEN, generator=generator).to(dtype)
-    return x, torch.randn(sum(TOKENS), NUM_EXPERTS, generator=generator)
-
-
-def share(num_ranks: int, rank: int) -> slice:
-    """This rank's part of the 30 tokens."""
-    counts = TOKENS if num_ranks == 4 else [30 // num_ranks] * num_ranks
-    return slice(sum(counts[:rank]), sum(counts[: rank + 1]))
-
-
-def layer_on(group: EPGroup, placement_name: str, scheme: str, layout: Layout, dtype: torch.dtype) -> ExpertParallelMoE:
-    """The layer of this rank."""
-    placement = create_placement(placement_name, NUM_EXPERTS, group.num_ranks)
-    config = MoEConfig(
-        hidden=HIDDEN,
-        intermediate=INTERMEDIATE,
-        num_experts=NUM_EXPERTS,
-        routing=ROUTING,
-        activation=ActivationConfig(kind="swiglu", alpha=1.702, beta=1.0, limit=1.5),
-        scheme=scheme,
-        layout=layout,
-    )
-    transport = create_transport(
-        "auto", group, placement, TransportConfig(hidden=HIDDEN, max_tokens_per_rank=30, dtype=dtype)
-    )
-    return ExpertParallelMoE(
-        config,
-        local_weights(placement, group.rank, scheme, dtype),
-        transport,
-        routing_bias=torch.linspace(-0.2, 0.2, NUM_EXPERTS),
-        shared_experts=lambda x: x * 0.5,
-    )
-
-
-def run_layer(group: EPGroup, placement: str, scheme: str, layout: Layout, dtype: torch.dtype) -> torch.Tensor:
-    """This rank's outputs, by logits and by ids, [2, T, H]."""
-    layer = layer_on(group, placement, scheme, layout, dtype)
-    x, logits = (tensor[share(group.num_ranks, group.rank)] for tensor in tokens(dtype))
-    routing = route(logits, ROUTING, routing_bias=layer.routing_bias)
-    return torch.stack([layer(x, logits), layer.forward_routed(x, routing.topk_ids, routing.topk_weights)])
-
-
-def expected(dtype: torch.dtype) -> torch.Tensor:
-    """A plain loop over tokens in float64, whole weights, no scheme."""
-    x, logits = tokens(dtype)
-    routing = route(logits, ROUTING, routing_bias=torch.linspace(-0.2, 0.2, NUM_EXPERTS))
-    w13, w2, b13, b2 = (tensor.double() for tensor in whole_weights(dtype))
-    out = x.double() * 0.5
-    for token in range(x.shape[0]):
-        for expert, weight in zip(routing.topk_ids[token].tolist(), routing.topk_weights[token].tolist(), strict=True):
-            gate, up = (w13[expert] @ x[token].double() + b13[expert]).chunk(2)
-            gate, up = gate.clamp(max=1.5), up.clamp(-1.5, 1.5)
-            inner = gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
-            out[token] += weight * (w2[expert] @ inner + b2[expert])
-    return out
-
 
 CASES = [
     pytest.param(1, "linear", "none", Layout.COMPACT, torch.float32, id="1-float32"),
@@ -142,18 +76,18 @@ def test_four_ranks_equal_one_in_fp8(scheme: str) -> None:
 
 def weigh_on_input(group: EPGroup) -> torch.Tensor:
     """Top-1 with the router's weight on the input: this rank's output [T, H]."""
-    layer = layer_on(group, "linear", "none", Layout.COMPACT, torch.float32)
+    layer = layer_on(group)
     config = dataclasses.replace(
         layer.config, apply_router_weight_on_input=True, routing=RoutingConfig(method=3, num_topk=1)
     )
     weighed = ExpertParallelMoE(config, layer.weights, layer.transport)
-    return weighed(*(tensor[share(group.num_ranks, group.rank)] for tensor in tokens(torch.float32)))
+    return weighed(*tokens_of(group))
 
 
 def test_router_weight_on_input() -> None:
     out = torch.cat(launch(weigh_on_input, num_ranks=3, device="cpu"))
-    x, logits = (tensor.double() for tensor in tokens(torch.float32))
-    w13, w2, b13, b2 = (tensor.double() for tensor in whole_weights(torch.float32))
+    x, logits = (tensor.double() for tensor in tokens())
+    w13, w2, b13, b2 = (tensor.double() for tensor in whole_weights())
     for token in range(x.shape[0]):
         expert = int(logits[token].argmax())
         weighed = x[token] / (1 + torch.exp(-logits[token, expert]))
@@ -177,19 +111,19 @@ def static_scales(group: EPGroup, input_scale: float) -> torch.Tensor:
         routing_bias=layer.routing_bias,
         shared_experts=layer.shared_experts,
     )
-    return fixed(*(tensor[share(group.num_ranks, group.rank)] for tensor in tokens(torch.float32)))
+    return fixed(*tokens_of(group))
 
 
 def test_static_input_scales() -> None:
     fine, coarse = (torch.cat(launch(static_scales, s, num_ranks=2, device="cpu")) for s in (0.008, 0.0005))
-    assert worst_row_error(fine, expected(torch.float32)) < 0.15
-    assert worst_row_error(coarse, expected(torch.float32)) > 0.5  # 448 * 0.0005 saturates: the scale is in use
+    assert worst_row_error(fine, expected()) < 0.15
+    assert worst_row_error(coarse, expected()) > 0.5  # 448 * 0.0005 saturates: the scale is in use
 
 
 def mistakes_on_one_rank(group: EPGroup) -> list[str]:
-    """Rank 1 makes one mistake after another; returns every rank's errors, and whether the calls between them work."""
-    layer = layer_on(group, "linear", "none", Layout.COMPACT, torch.float32)
-    x, logits = (tensor[share(group.num_ranks, group.rank)] for tensor in tokens(torch.float32))
+    """The last but one rank, or the only one, makes one mistake after another; returns every rank's errors."""
+    layer = layer_on(group)
+    x, logits = tokens_of(group)
     routing = route(logits, ROUTING, routing_bias=layer.routing_bias)
     sound = layer(x, logits)
     mistakes = [
@@ -202,6 +136,8 @@ def mistakes_on_one_rank(group: EPGroup) -> list[str]:
         {"router_logits": logits.numpy()},
         {"router_logits": logits.to_sparse()},
         {"topk_ids": routing.topk_ids, "topk_weights": None},
+        {"topk_ids": None, "topk_weights": routing.topk_weights},
+        {"topk_ids": routing.topk_ids.tolist(), "topk_weights": routing.topk_weights},
         {"hidden_states": None, "router_logits": logits},
         {"hidden_states": x.tolist(), "router_logits": logits},
         {"hidden_states": x.numpy(), "router_logits": logits},
@@ -210,7 +146,10 @@ def mistakes_on_one_rank(group: EPGroup) -> list[str]:
     ]
     told = []
     for mistake in mistakes:
-        named = {"hidden_states": x, **(mistake if group.rank == 1 else {"router_logits": logits})}
+        named = {
+            "hidden_states": x,
+            **(mistake if group.rank == min(1, group.num_ranks - 1) else {"router_logits": logits}),
+        }
         try:
             (layer.forward_routed if "topk_ids" in named else layer)(**named)
         except ValueError as error:
@@ -219,42 +158,29 @@ def mistakes_on_one_rank(group: EPGroup) -> list[str]:
     return told
 
 
-def test_a_mistake_on_one_rank_is_told_to_all_and_the_next_call_works() -> None:
-    told = launch(mistakes_on_one_rank, num_ranks=3, device="cpu")
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_mistake_on_one_rank_is_an_error_on_all_and_the_next_call_works(num_ranks: int) -> None:
+    errors, wrong, rows = (
+        launch(mistakes_on_one_rank, num_ranks=num_ranks, device="cpu"),
+        min(1, num_ranks - 1),
+        30 // num_ranks,
+    )
     words = [
-        *("(10, 4)", "float32", "(10, 1)", "outside [-1, num_experts (10)) on rank 1, such as"),
+        *(f"({rows}, 4)", "float32", f"({rows}, 1)", f"outside [-1, num_experts (10)) on rank {wrong}, such as"),
+        *("router_logits is a NoneType (None)", "router_logits is a list (", "router_logits is a ndarray ("),
+        *("sparse_coo", "topk_weights is a NoneType (None)", "topk_ids is a NoneType (None)", "topk_ids is a list ("),
         *(
-            "router_logits is a NoneType (None)",
-            "router_logits is a list (",
-            "router_logits is a ndarray (",
+            "hidden_states is a NoneType (None)",
+            "hidden_states is a list (",
+            "hidden_states is a ndarray (",
             "sparse_coo",
+            "hidden_states is ()",
         ),
-        *("topk_weights is a NoneType (None)", "hidden_states is a NoneType (None)", "hidden_states is a list ("),
-        *("hidden_states is a ndarray (", "sparse_coo", "hidden_states is ()"),
     ]
-    assert [len(said) for said in told] == [len(words)] * 3
+    assert [len(texts) for texts in errors] == [len(words)] * num_ranks
     for number, expected_words in enumerate(words):
-        assert expected_words in told[1][number]
-        for rank in (0, 2):
-            assert "rank 1" in told[rank][number]
-
-
-def test_one_rank_alone_refuses_what_is_no_tensor() -> None:
-    layer = layer_on(EPGroup.single("cpu"), "linear", "none", Layout.COMPACT, torch.float32)
-    x, logits = tokens(torch.float32)
-    routing = route(logits, ROUTING, routing_bias=layer.routing_bias)
-    sound = layer(x, logits)
-    for words, call in {
-        "topk_ids is a list": lambda: layer.forward_routed(x, routing.topk_ids.tolist(), routing.topk_weights),
-        "topk_ids is a NoneType": lambda: layer.forward_routed(x, None, routing.topk_weights),
-        "hidden_states is a NoneType": lambda: layer(None, logits),
-        "topk_ids has .* on rank 0, such as 19": lambda: layer.forward_routed(
-            x, routing.topk_ids + 10, routing.topk_weights
-        ),
-    }.items():
-        with pytest.raises(ValueError, match=words):
-            call()
-        assert torch.equal(layer(x, logits), sound)
+        for rank, texts in enumerate(errors):
+            assert (expected_words if rank == wrong else f"rank {wrong}") in texts[number]
 
 
 class CountsMeta(TorchDispatchMode):
@@ -299,7 +225,7 @@ def count_on_rank(group: EPGroup, scheme: str, static: bool) -> list[str]:
         weights = dataclasses.replace(layer.weights, w13_input_scale=torch.tensor([0.01]))
         options = {"routing_bias": layer.routing_bias, "shared_experts": layer.shared_experts}
         layer = ExpertParallelMoE(layer.config, weights, layer.transport, **options)
-    x, logits = (tensor[share(group.num_ranks, group.rank)].clone() for tensor in tokens(torch.float32))
+    x, logits = map(torch.clone, tokens_of(group))
     rows, wrong = x.shape[0], []
     for count in {min(rows, n) for n in (4, 0, 30)}:
         padded, padded_logits = x.clone(), logits.clone()
@@ -326,8 +252,8 @@ def test_padding_goes_nowhere_and_its_results_are_zero(num_ranks: int, scheme: s
 
 def wrong_bounds(group: EPGroup) -> list[str]:
     """Rank 1's bound is too low, too high, and not a number: every rank's errors."""
-    layer = layer_on(group, "linear", "none", Layout.COMPACT, torch.float32)
-    x, logits = (tensor[share(group.num_ranks, group.rank)] for tensor in tokens(torch.float32))
+    layer = layer_on(group)
+    x, logits = tokens_of(group)
     sound, told = layer(x, logits, max_num_tokens=15), []
     for bound in (14, 31, 15.0):
         with pytest.raises(ValueError) as caught:
@@ -349,7 +275,7 @@ def test_a_bound_below_the_rows_or_above_the_transports_is_refused() -> None:
 def test_a_warm_up_runs_what_the_layer_will_run(scheme: str, layout: Layout) -> None:
     """On a CPU each part of it by itself: nothing is compiled, and no token goes anywhere."""
     layer = layer_on(EPGroup.single("cpu"), "linear", scheme, layout, torch.float32)
-    x, logits = tokens(torch.float32)
+    x, logits = tokens()
     sound, before = layer(x, logits), layer.transport.num_rounds
     layer.warmup()
     assert layer.transport.num_rounds == before
@@ -383,20 +309,13 @@ def test_a_warm_up_runs_what_the_layer_will_run(scheme: str, layout: Layout) -> 
 
 
 def test_a_warm_up_needs_a_number_of_experts_per_token() -> None:
-    layer = layer_on(EPGroup.single("cpu"), "linear", "none", Layout.COMPACT, torch.float32)
+    layer = layer_on(EPGroup.single("cpu"))
     with pytest.raises(ValueError, match=r"num_topk \(33\) is not in \[1, max_topk \(32\)\]"):
         layer.warmup(num_topk=33)
     bare = ExpertParallelMoE(dataclasses.replace(layer.config, routing=None), layer.weights, layer.transport)
     with pytest.raises(ValueError, match="num_topk is needed: the layer has no routing config"):
         bare.warmup()
     bare.warmup(num_topk=2)
-
-
-def sent_to_rank_1(layer: ExpertParallelMoE, logits: torch.Tensor) -> torch.Tensor:
-    """Which tokens [T] have an expert on rank 1."""
-    ids = layer.placement.to_physical(route(logits, ROUTING, routing_bias=layer.routing_bias).topk_ids)
-    first, last = layer.placement.starts[1:3]
-    return ((ids >= first) & (ids < last)).any(1)
 
 
 class FullMemory:
@@ -421,8 +340,8 @@ class FullMemory:
 
 
 def test_memory_that_stays_full_costs_one_call() -> None:
-    layer = layer_on(EPGroup.single("cpu"), "linear", "none", Layout.COMPACT, torch.float32)
-    (x, logits), experts, fails = tokens(torch.float32), layer.experts, FullMemory()
+    layer = layer_on(EPGroup.single("cpu"))
+    (x, logits), experts, fails = tokens(), layer.experts, FullMemory()
     sound, layer.experts = layer(x, logits), fails
     with fails.raising():
         try:
@@ -435,8 +354,8 @@ def test_memory_that_stays_full_costs_one_call() -> None:
 
 def fail_on_one_rank(group: EPGroup, part: str) -> tuple[bool, bool]:
     """Rank 1 fails once: is the result NaN where its experts are missing, and is the next one right?"""
-    layer = layer_on(group, "linear", "none", Layout.COMPACT, torch.float32)
-    x, logits = (tensor[share(group.num_ranks, group.rank)] for tensor in tokens(torch.float32))
+    layer = layer_on(group)
+    x, logits = tokens_of(group)
     sound = layer(x, logits)
     shared, experts, layer.shared_experts, fails = layer.shared_experts, layer.experts, None, FullMemory()
     if group.rank == 1:
@@ -466,9 +385,9 @@ FAILING = {
 
 def fail_before_tokens_are_sent(group: EPGroup, where: str, shared: bool) -> tuple[bool, bool]:
     """Rank 1 runs out of memory in one function: is the others' result NaN for its experts, and the next one right?"""
-    layer = layer_on(group, "linear", "none", Layout.COMPACT, torch.float32)
+    layer = layer_on(group)
     layer.shared_experts = layer.shared_experts if shared else None
-    x, logits = (tensor[share(group.num_ranks, group.rank)] for tensor in tokens(torch.float32))
+    x, logits = tokens_of(group)
     sound = layer(x, logits)
     if group.rank == 1:
         effects = [torch.OutOfMemoryError("no memory"), mock.DEFAULT]  # once
@@ -494,8 +413,8 @@ def test_a_dispatch_that_fails_costs_the_others_what_they_sent_there(name: str) 
 
 def fail_after_the_header(group: EPGroup) -> tuple[str, float]:
     """Rank 1 runs out of memory for the announced rows: each rank's error, and its time."""
-    layer = layer_on(group, "linear", "none", Layout.COMPACT, torch.float32)
-    x, logits = (tensor[share(group.num_ranks, group.rank)] for tensor in tokens(torch.float32))
+    layer = layer_on(group)
+    x, logits = tokens_of(group)
     layer(x, logits)
     no_memory = mock.patch(
         "ep_moe.transport.collective.transport.write_rows", side_effect=torch.OutOfMemoryError("no memory")
@@ -520,9 +439,9 @@ def test_a_rank_without_memory_for_announced_rows_tells_the_others() -> None:
 
 def call_out_of_step(group: EPGroup) -> list[str]:
     """Two layers, which rank 0 calls in the other order; then one that has other settings on rank 0."""
-    first = layer_on(group, "linear", "none", Layout.COMPACT, torch.float32)
+    first = layer_on(group)
     second = ExpertParallelMoE(first.config, first.weights, first.transport, routing_bias=first.routing_bias)
-    x, logits = (tensor[share(group.num_ranks, group.rank)] for tensor in tokens(torch.float32))
+    x, logits = tokens_of(group)
     sound, told = first(x, logits), []
     for layer in (second, first) if group.rank == 0 else (first, second):
         with pytest.raises(ValueError) as caught:
@@ -547,7 +466,7 @@ def test_ranks_in_different_layers_read_who_is_where() -> None:
 
 
 def test_a_layer_number_is_one() -> None:
-    layer = layer_on(EPGroup.single("cpu"), "linear", "none", Layout.COMPACT, torch.float32)
+    layer = layer_on(EPGroup.single("cpu"))
     for number in (-1, 1.0, True):
         with pytest.raises(ValueError, match=rf"layer_index \({number}\) must be an int of at least 0"):
             ExpertParallelMoE(layer.config, layer.weights, layer.transport, layer_index=number)
@@ -555,9 +474,9 @@ def test_a_layer_number_is_one() -> None:
 
 def call_after_the_end(group: EPGroup, name: str) -> list[str]:
     """Errors of a layer, its transport and its group once the group is destroyed."""
-    layer = layer_on(group, "linear", "none", Layout.COMPACT, torch.float32)
+    layer = layer_on(group)
     assert type(layer.transport).__name__ == name
-    x, logits = (tensor[share(group.num_ranks, group.rank)] for tensor in tokens(torch.float32))
+    x, logits = tokens_of(group)
     layer(x, logits)
     options = {"layout": Layout.COMPACT, "scheme": get_scheme("none")}
     routing = Routing(topk_ids=route(logits, ROUTING).topk_ids, topk_weights=torch.ones(x.shape[0], NUM_TOPK))
@@ -605,8 +524,8 @@ def test_a_destroyed_group_computes_nothing(num_ranks: int, name: str) -> None:
 @pytest.mark.parametrize("trained", ["hidden_states", "logits", "w2", "w13_bias", "routing_bias", "shared", "function"])
 def test_backward_is_refused(trained: str) -> None:
     """Whichever parameter is trained, backward raises rather than lose its gradient; the forward is unchanged."""
-    layer = layer_on(EPGroup.single("cpu"), "linear", "none", Layout.COMPACT, torch.float32)
-    inputs = dict(zip(("hidden_states", "logits"), tokens(torch.float32), strict=True))
+    layer = layer_on(EPGroup.single("cpu"))
+    inputs = dict(zip(("hidden_states", "logits"), tokens(), strict=True))
     shared = torch.nn.Linear(HIDDEN, HIDDEN).requires_grad_(False)
     layer.shared_experts = shared if trained == "shared" else lambda x: shared(x)
     layer.routing_bias = torch.zeros(NUM_EXPERTS)
@@ -627,8 +546,8 @@ def test_backward_is_refused(trained: str) -> None:
 
 def lose_a_rank(group: EPGroup, victim: int, how: signal.Signals) -> str:
     """Run rounds until the victim dies or stops in the middle of one; survivors record their errors."""
-    layer = layer_on(group, "linear", "none", Layout.COMPACT, torch.float32)
-    x, logits = (tensor[share(group.num_ranks, group.rank)] for tensor in tokens(torch.float32))
+    layer = layer_on(group)
+    x, logits = tokens_of(group)
     routing = Routing(topk_ids=route(logits, ROUTING).topk_ids, topk_weights=torch.ones(x.shape[0], NUM_TOPK))
     start = time.monotonic()
     try:
@@ -681,5 +600,5 @@ def test_layer_refuses_what_does_not_fit(change: dict, message: str) -> None:
         "local", EPGroup.single("cpu"), placement, TransportConfig(hidden=HIDDEN, max_tokens_per_rank=4)
     )
     with pytest.raises(ValueError) as caught:
-        ExpertParallelMoE(MoEConfig(**sizes), local_weights(placement, 0, "none", torch.float32), transport)
+        ExpertParallelMoE(MoEConfig(**sizes), local_weights(placement, 0), transport)
     assert message in str(caught.value)

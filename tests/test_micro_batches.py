@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from test_layer import NUM_EXPERTS, ROUTING, layer_on, sent_to_rank_1, share, tokens
+from helpers.layers import NUM_EXPERTS, ROUTING, layer_on, sent_to_rank_1, tokens, tokens_of
 
 from ep_moe.config import GroupConfig, Layout, TransportConfig
 from ep_moe.experts import Experts
@@ -39,7 +39,7 @@ def compute(group: EPGroup, scheme: str, layout: Layout) -> tuple[bool, float, l
     """Whether 1 to 4 micro-batches have the bits of calls of their parts; the error beside one call; the open slots."""
     layer = layer_on(group, "linear", scheme, layout, torch.float32)
     watched = layer.experts = Watched(layer)
-    x, logits = (tensor[share(group.num_ranks, group.rank)] for tensor in tokens(torch.float32))
+    x, logits = tokens_of(group)
     routing = route(logits, ROUTING, routing_bias=layer.routing_bias)
     whole, same, error = layer(x, logits), True, 0.0
     for count in (1, 2, 3, 4):
@@ -102,8 +102,8 @@ FAILING = {  # a function, how many of its calls succeed before one fails, and t
 
 def fail_on_one_rank(group: EPGroup, where: str, before: int, first_lost: int) -> tuple[bool, bool]:
     """Rank 1 runs out of memory once: is NaN just where its experts are missing, and is the next call right?"""
-    layer = layer_on(group, "linear", "none", Layout.COMPACT, torch.float32)
-    x, logits = (tensor[share(group.num_ranks, group.rank)] for tensor in tokens(torch.float32))
+    layer = layer_on(group)
+    x, logits = tokens_of(group)
     sound = layer.forward_micro_batches(x, logits, num_micro_batches=3)
     if group.rank == 1:
         real, calls = pkgutil.resolve_name(where), itertools.count()
@@ -134,8 +134,8 @@ def test_a_failing_step_costs_the_others_what_they_sent_there(name: str) -> None
 
 def mistakes(group: EPGroup) -> list[str]:
     """What each rank reads of mistakes that rank 1 makes, each followed by a good call."""
-    layer = layer_on(group, "linear", "none", Layout.COMPACT, torch.float32)
-    x, logits = (tensor[share(group.num_ranks, group.rank)] for tensor in tokens(torch.float32))
+    layer = layer_on(group)
+    x, logits = tokens_of(group)
     sound = layer.forward_micro_batches(x, logits)
     mine, found = group.rank == 1, list[str]()
     for given, router in ((x, logits[:, 1:] if mine else logits), (x.double() if mine else x, logits)):
@@ -155,8 +155,8 @@ def test_a_mistake_on_one_rank_is_told_to_all_and_the_next_call_works() -> None:
 
 def test_what_micro_batches_need() -> None:
     group = EPGroup.single("cpu")
-    layer = layer_on(group, "linear", "none", Layout.COMPACT, torch.float32)
-    x, logits = tokens(torch.float32)
+    layer = layer_on(group)
+    x, logits = tokens()
     for count in (0, 1.5, True):
         with pytest.raises(ValueError, match=rf"num_micro_batches \({count}\) must be an int of at least 1"):
             layer.forward_micro_batches(x, logits, num_micro_batches=count)  # type: ignore[arg-type]

@@ -135,11 +135,14 @@ class NoTriton:
 sys.meta_path.insert(0, NoTriton())
 """
 ON_TORCH = """
-import sys, torch, test_layer
+import sys, torch
+from helpers import layers
 from ep_moe.cli import app
-arguments = "linear", "none", test_layer.Layout.COMPACT, torch.float32
-parts = test_layer.launch(test_layer.run_layer, *arguments, num_ranks=2, device="cpu")
-print(test_layer.worst_row_error(torch.cat(parts, dim=1)[0], test_layer.expected(torch.float32)))
+from ep_moe.launch import launch
+from ep_moe.testing import worst_row_error
+arguments = "linear", "none", layers.Layout.COMPACT, torch.float32
+parts = launch(layers.run_layer, *arguments, num_ranks=2, device="cpu")
+print(worst_row_error(torch.cat(parts, dim=1)[0], layers.expected(torch.float32)))
 app(["run", "--nproc", "1", "--device", "cpu", "--config", sys.argv[1]])
 """
 

@@ -4,9 +4,9 @@ import dataclasses
 from typing import Any
 
 import pytest
-import test_layer
 import torch
 import torch.distributed as dist
+from helpers import layers
 
 from ep_moe.config import GroupConfig, Layout, MoEConfig, TransportConfig
 from ep_moe.group import EPGroup
@@ -319,13 +319,13 @@ def in_micro_batches(group: EPGroup) -> list[torch.Tensor]:
     """The results in three micro-batches by nvlink and by collective; on rank 1 the last call fails in between."""
     found = []
     for name in ("nvlink", "collective"):
-        like = test_layer.layer_on(group, "linear", "fp8_token", Layout.COMPACT, torch.float32)
+        like = layers.layer_on(group, "linear", "fp8_token", Layout.COMPACT, torch.float32)
         transport = create_transport(
             name, group, like.placement, TransportConfig(hidden=48, max_tokens_per_rank=5, dtype=torch.float32)
         )
         shared, bias = like.shared_experts, like.routing_bias
         layer = ExpertParallelMoE(like.config, like.weights, transport, routing_bias=bias, shared_experts=shared)
-        x, logits = (tensor[test_layer.share(2, group.rank)] for tensor in test_layer.tokens(torch.float32))
+        x, logits = layers.tokens_of(group)
         found.append(layer.forward_micro_batches(x, logits, num_micro_batches=3))
         if name == "nvlink" and group.rank == 1:
             layer.shared_experts = lambda x: (_ for _ in ()).throw(MemoryError("no memory"))
@@ -334,7 +334,7 @@ def in_micro_batches(group: EPGroup) -> list[torch.Tensor]:
             layer.shared_experts = shared
         elif name == "nvlink":
             lost = layer.forward_micro_batches(x, logits, num_micro_batches=3).isnan().all(1)
-            assert torch.equal(lost, test_layer.sent_to_rank_1(layer, logits))
+            assert torch.equal(lost, layers.sent_to_rank_1(layer, logits))
         if name == "nvlink":
             found.append(layer.forward_micro_batches(x, logits, num_micro_batches=3))
             transport.check()

@@ -17,9 +17,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import test_layer
 import torch
-from helpers import fake_deepep
+from helpers import fake_deepep, layers
 
 from ep_moe.config import GroupConfig, Layout, TransportConfig
 from ep_moe.group import EPGroup, PeerLostError
@@ -112,9 +111,9 @@ def layers_on_rank(group: EPGroup) -> dict[str, float]:
     outputs = {}
     for mode in ("collective", *MODES):
         make = TRANSPORTS[mode] if mode in TRANSPORTS else make_on_fake(mode)
-        test_layer.create_transport = lambda _, *made_of, make=make: make(*made_of)
+        layers.create_transport = lambda _, *made_of, make=make: make(*made_of)
         for layout in (Layout.COMPACT, Layout.FLAT):
-            outputs[mode, layout] = test_layer.run_layer(group, "linear", "fp8_block", layout, torch.bfloat16)
+            outputs[mode, layout] = layers.run_layer(group, "linear", "fp8_block", layout, torch.bfloat16)
     return {
         f"{mode} {layout.value}": worst_row_error(outputs[mode, layout], outputs["collective", layout])
         for mode in MODES
