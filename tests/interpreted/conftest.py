@@ -7,7 +7,7 @@ import pytest
 from interpreted.common import CAN_RUN, INTERPRETING
 
 if INTERPRETING:
-    from alike_launches import watch  # imports Triton, which not every machine has
+    from helpers.launch_kinds import watch  # imports Triton, which not every machine has
     from quick_interpreter import hurry
 
     from interpreted.repeating import repeats  # noqa: F401 - a fixture
