@@ -25,11 +25,11 @@ class RecordingError(RuntimeError):
 
 
 class LaunchGraph:
-    """What a function launches, with the arguments that it has now.
+    """The launches of a function, with their current arguments, as one CUDA graph.
 
     Args:
         driver: the CUDA driver's library.
-        launch_on: launches on a stream, given its handle; returns a CUresult. Torch's current stream is that one, too.
+        launch_on: launches on the stream with this handle, which is torch's current one; returns a CUresult.
         device: the GPU, which is the current one.
     Errors: RecordingError; nothing has been launched then. Local, no host sync. Not while torch captures a graph on the
     current stream.
@@ -59,7 +59,7 @@ class LaunchGraph:
         return cls._alive < _MOST
 
     def __call__(self, stream: int) -> int:
-        """Launch all on a stream, given its handle; returns a CUresult. Local, no host sync."""
+        """Launch all on the stream with this handle; returns a CUresult. Local, no host sync."""
         return int(self._launch(self._executable, ctypes.c_void_p(stream)))
 
 
@@ -89,7 +89,7 @@ def _relaxed(driver: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stream(driver: Any, device: torch.device) -> Iterator[ctypes.c_void_p]:
-    """A stream that nobody else launches on, torch's current one meanwhile."""
+    """A new stream, which is torch's current one until the end."""
     stream = ctypes.c_void_p()
     _check(driver.cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING))
     try:

@@ -18,9 +18,9 @@ class LaunchSequence:
     """A sequence of launches for calls of one kind: the first calls pass tensors, later ones addresses.
 
     Args:
-        launches: kernels (a `Kernel`, or what is called and repeated as one), with the names of their tensors
-            in groups as they take them. A name that is unknown stands for an absent tensor, as None does; integers,
-            which only `load` reads, are numbers that are the same in all calls.
+        launches: each a `Kernel`, or an object with its `__call__`, `run` and `driver`, and the names of its tensors in
+            groups as it takes them. Unknown names and None stand for absent tensors; integers, which only `load` reads,
+            are numbers that are the same in all calls.
         given: names of the caller's tensors, in the order of their addresses.
         pieces: of the workspace.
         aliases: other names of tensors, name -> the first name and the dtype that a kernel takes.
@@ -73,7 +73,7 @@ class LaunchSequence:
         return LaunchSequence(self.launches[count:], self.given, self.pieces, device, aliases=self.aliases)
 
     def load(self) -> bool:
-        """Make `repeat` work if all kernels are loaded; returns whether they are. Local."""
+        """Make `repeat` work if all kernels are loaded; returns whether it does. Local."""
         names = [*self.given, *self.pieces]
         positions = {name: position for position, name in enumerate(names)}
         positions |= {alias: positions[name] for alias, (name, _) in self.aliases.items() if name in positions}
@@ -86,9 +86,9 @@ class LaunchSequence:
         return self.loaded is not None
 
     def repeat(self, addresses: list[int], fixed: list[int] | None = None) -> torch.Tensor | None:
-        """`run` with the addresses of all tensors that are given, if the kernels are loaded for them; else None.
+        """`run` with the addresses of the caller's tensors, if the kernels are loaded and all are aligned; else None.
 
-        Args: fixed: the last addresses of those given, which are known to be aligned. Local, no host sync.
+        Args: fixed: the last of these addresses, which are not checked again. Local, no host sync.
         """
         loaded, workspace = self.loaded, self.workspace
         if loaded is None or functools.reduce(operator.or_, addresses) & 15:
@@ -147,7 +147,7 @@ def _together(kernels: Sequence[Any], places: Sequence[Sequence[int]], num_value
 
 
 def _replaced(names: Any, find: Callable[[Any], Any]) -> Any:
-    """What stands for names, in the same tuples."""
+    """The same tuples with another object in place of each name."""
     if isinstance(names, tuple):
         found = [_replaced(name, find) for name in names]
         return type(names)(*found) if hasattr(names, "_fields") else tuple(found)

@@ -1,4 +1,4 @@
-"""Tensor maps: what TMA, the copy engine of Hopper's SMs, knows of a tensor in global memory.
+"""Tensor maps: descriptions of tensors in global memory for TMA, the copy engine of Hopper's SMs.
 
 Structures and constants are those of cuda.h.
 """
@@ -48,7 +48,7 @@ class TensorMap:
     Args:
         driver: the CUDA driver's library.
         descriptor: the tensor's shape and strides, in elements, and its address.
-        metadata: what the compiler chose: an entry of its `tensordesc_meta`.
+        metadata: the compiler's choices, an entry of its `tensordesc_meta`.
 
     Attributes:
         address: of the CUtensorMap.

@@ -330,7 +330,7 @@ class CopyShape(NamedTuple):
 
     @classmethod
     def of(cls, rows: TokenRows, frame: Frame, *, copied: bool = True) -> "CopyShape":
-        """The shape of a launch that copies rows to a frame, or only tells where they go."""
+        """The shape of a launch that copies rows to a frame, or only finds where they go."""
         x, scale = rows.x, rows.scale
         num_tokens, num_topk = rows.local_topk_ids.shape
         unit = row_unit(x) if copied else UNIT_WORDS
