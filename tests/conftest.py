@@ -70,7 +70,7 @@ def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
         yield lambda call, **given: call(**given)
         return
     from ep_moe.experts import create_experts  # other tests do without these imports
-    from ep_moe.functional import common
+    from ep_moe.functional import common, plans
     from ep_moe.functional.sglang import gemm
     from ep_moe.local_moe.row_gemm import gemm_rows
 
@@ -79,6 +79,6 @@ def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
             common, "create_experts", lambda name, *given, **more: create_experts("triton", *given, **more)
         )
         monkeypatch.setattr(gemm, "gemm_rows", functools.partial(gemm_rows, kernels=True))
-    common._experts_for.cache_clear()
+    plans.plan_cache.cache_clear()
     yield call_on_device
-    common._experts_for.cache_clear()
+    plans.plan_cache.cache_clear()

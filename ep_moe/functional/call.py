@@ -38,7 +38,7 @@ from typing import Annotated, Any, Generic, TypeVar
 import torch
 from torch.library import custom_op
 
-from ep_moe.functional.plans import identities, plans_of
+from ep_moe.functional.plans import identities, keep, plan_cache
 
 Weight = Annotated[torch.Tensor, "weight"]
 Written = Annotated[torch.Tensor, "written"]
@@ -127,8 +127,9 @@ class Operation(Generic[Call, Result]):
             more = *more, *map(repr, self._lists(call))
         if self._has_weights:
             more = *more, *identities(self._weights(call))
-        key = *more, *self._numbers(call), *map(_LIKE, inputs), *map(torch.Tensor.stride, inputs)
-        return key, plans_of(self._name, threading.get_ident()).get(key, written)
+        key = self._name, *more, *self._numbers(call), *map(_LIKE, inputs), *map(torch.Tensor.stride, inputs)
+        kept = plan_cache(threading.get_ident()).get(key)
+        return key, kept[0] if kept is not None and kept[1] == written else None
 
     def keep(self, key: Key | None, plan: object, call: Call, *, written: tuple[int, ...] | None = ()) -> None:
         """Find a plan by a key from now on, as long as the call's weights exist, of which it may hold views alone.
@@ -136,8 +137,7 @@ class Operation(Generic[Call, Result]):
         Nothing is kept without a key, and while a CUDA graph is captured, whose memory the plan might have. Local.
         """
         if key is not None and written is not None:
-            device = self._inputs(call)[0].device
-            plans_of(self._name, threading.get_ident()).keep(key, plan, device, self._weights(call), written)
+            keep(key, (plan, written), self._inputs(call)[0].device, self._weights(call))
 
     def made(self, call: Call, make: Callable[[], Made], *more: object, written: tuple[int, ...] | None = ()) -> Made:
         """What `make` returned for a call with the same weights and an equal `more`, or returns now. Local.
@@ -147,13 +147,14 @@ class Operation(Generic[Call, Result]):
         if written is None:
             return make()
         weights = self._weights(call)
-        key = self._name, *more, *identities(weights)
-        kept = plans_of("weights", threading.get_ident())
-        found: Made | None = kept.get(key, written)
-        if found is None:
-            found = make()
-            kept.keep(key, found, self._inputs(call)[0].device, weights, written)
-        return found
+        key = "weights", self._name, *more, *identities(weights)
+        kept = plan_cache(threading.get_ident()).get(key)
+        if kept is not None and kept[1] == written:
+            found: Made = kept[0]
+            return found
+        made = make()
+        keep(key, (made, written), self._inputs(call)[0].device, weights)
+        return made
 
     def _custom_op(self, fields: dict[str, "_Parts"], num_results: int) -> Any:
         writes = [name for name, (_, mark, _) in fields.items() if mark == "written" or name == self._result]

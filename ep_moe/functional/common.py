@@ -13,6 +13,7 @@ import torch
 from ep_moe.config import ActivationConfig
 from ep_moe.experts import Experts, create_experts, kernels_compute
 from ep_moe.experts.tuning import ExpertTiles
+from ep_moe.functional.plans import plan_cache
 from ep_moe.quant import QuantScheme, get_scheme
 
 _MOST_EXPERTS = 64  # implementations for activations, schemes, devices and threads
@@ -75,13 +76,15 @@ def served_scheme(names: tuple[str, ...], device: torch.device) -> QuantScheme:
 def experts_for(
     activation: ActivationConfig, scheme: QuantScheme, device: torch.device, tiles: ExpertTiles | None = None
 ) -> Experts:
-    """The experts for a scheme, kept for later calls, which find their launches prepared. Local.
+    """The experts for a scheme, kept for later calls of this thread, which find their launches prepared. Local.
 
     A log line at level WARNING says if a GPU has no kernel for the scheme, so that torch computes it.
 
     Args: tiles: of the kernels, None for those of the tables. Experts in torch have none.
     """
-    return _experts_for(threading.get_ident(), activation, scheme, device, tiles)
+    kept, key = plan_cache(threading.get_ident()), ("experts", activation, scheme, device, tiles)
+    found: Experts | None = kept.get(key)
+    return kept.keep(key, _new_experts(activation, scheme, device, tiles)) if found is None else found
 
 
 class KeptWeights:
@@ -162,15 +165,9 @@ def kept_weights(call: str, thread: int) -> KeptWeights:
     return KeptWeights()
 
 
-@functools.lru_cache(maxsize=_MOST_EXPERTS)
-def _experts_for(
-    thread: int,
-    activation: ActivationConfig,
-    scheme: QuantScheme,
-    device: torch.device,
-    tiles: ExpertTiles | None,
+def _new_experts(
+    activation: ActivationConfig, scheme: QuantScheme, device: torch.device, tiles: ExpertTiles | None
 ) -> Experts:
-    del thread  # each has its own, so that none waits for another's launches
     if device.type == "cuda" and not kernels_compute(scheme):
         _log.warning("no kernel computes experts of scheme '%s': torch does, slowly", scheme.name)
     experts = create_experts("auto", activation, device, scheme=scheme)

@@ -6,16 +6,19 @@ of weights which tensors they are and where they lie. Values in a GPU's memory a
 
 import functools
 import operator
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
 
+from ep_moe.kernel_launch.plan_cache import PlanCache
+
+_MOST_KEPT = 8192  # of one thread
 _MOST_PLANS = 1024  # of one call and thread
 
 Plan = TypeVar("Plan")
-_NO_PLAN: tuple[Any, None] = None, None
 _LIKE = operator.attrgetter("shape", "dtype", "device")
 _LIES = operator.attrgetter("shape", "dtype")  # where it lies says the device
 
@@ -36,31 +39,43 @@ def identities(tensors: Sequence[torch.Tensor | None]) -> tuple[object, ...]:
     return (*map(id, tensors), *lies)
 
 
+@functools.lru_cache(maxsize=64)
+def plan_cache(thread: int) -> PlanCache[Any]:
+    """What the calls of a thread find again: plans, weights in the runtime's formats, and experts.
+
+    Threads may share launches (`ep_moe.kernel_launch`), but a plan has memory of its own, such as `CopiedScale`, which
+    each call writes on its thread's stream.
+    """
+    del thread
+    return PlanCache(_MOST_KEPT)
+
+
+def keep(key: Hashable, plan: object, device: torch.device, owners: Iterable[torch.Tensor | None]) -> None:
+    """Find a plan by a key, in this thread, unless a CUDA graph is captured, whose memory it might have. Local.
+
+    Args:
+        device: of the call. owners: tensors whose identities are in the key; the plan ends with the first of them. It
+            must not hold them, which would stay alive, but may hold detached views.
+    """
+    if not capturing(device):
+        cache = plan_cache(threading.get_ident())
+        cache.keep(key, plan, owners=[tensor for tensor in owners if tensor is not None])
+
+
 class CallPlans(Generic[Plan]):
     """The plans of one call by the kinds of its arguments, as long as the tensors exist whose ids are in a key."""
 
     def __init__(self) -> None:
-        self._plans: dict[object, tuple[Plan, tuple[int, ...]]] = {}
+        self._plans: dict[object, Plan] = {}
         self._alive: dict[object, list[weakref.ref[torch.Tensor]]] = {}
+        self.get = self._plans.get
 
-    def get(self, key: object, written: tuple[int, ...] = ()) -> Plan | None:
-        """The plan by this key, unless it was kept when other writes had been counted."""
-        plan, counted = self._plans.get(key, _NO_PLAN)
-        return plan if counted == written else None
-
-    def keep(
-        self,
-        key: object,
-        plan: Plan,
-        device: torch.device,
-        tensors: Iterable[torch.Tensor | None] = (),
-        written: tuple[int, ...] = (),
-    ) -> None:
+    def keep(self, key: object, plan: Plan, device: torch.device, tensors: Iterable[torch.Tensor | None] = ()) -> None:
         """Find this plan by the key from now on, unless a CUDA graph is captured, whose memory it might have.
 
         Args:
             device: of the call. tensors: whose ids are in the key. A plan must not hold them, which would stay alive,
-                but may hold detached views. written: how often torch has written tensors of which it has copies.
+                but may hold detached views.
         """
         if capturing(device):
             return
@@ -69,7 +84,7 @@ class CallPlans(Generic[Plan]):
             self._alive.clear()
         forget = functools.partial(_forget, self._plans, self._alive, key)
         self._alive[key] = [weakref.ref(tensor, forget) for tensor in tensors if tensor is not None]
-        self._plans[key] = plan, written
+        self._plans[key] = plan
 
 
 def _forget(plans: dict[object, Any], alive: dict[object, Any], key: object, _: object) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from ep_moe.experts import create_experts
 from ep_moe.experts.prepared import PreparedCall
-from ep_moe.functional import common
+from ep_moe.functional import common, plans
 from ep_moe.functional.flashinfer import b12x_fused_moe, trtllm_fp4_block_scale_moe
 from ep_moe.functional.sglang import (
     gemm,
@@ -36,11 +36,11 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
             common, "create_experts", lambda name, *given, **more: create_experts("triton", *given, **more)
         )
         monkeypatch.setattr(gemm, "gemm_rows", functools.partial(gemm_rows, kernels=True))
-        common._experts_for.cache_clear()
+        plans.plan_cache.cache_clear()
 
-    common._experts_for.cache_clear()
+    plans.plan_cache.cache_clear()
     yield switch
-    common._experts_for.cache_clear()
+    plans.plan_cache.cache_clear()
 
 
 def on_device(given: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 
 from ep_moe.config import ActivationConfig
 from ep_moe.experts import create_experts
-from ep_moe.functional import common
+from ep_moe.functional import common, plans
 from ep_moe.functional.flashinfer import trtllm, trtllm_fp4_block_scale_moe
 from ep_moe.local_moe import local_moe
 from ep_moe.quant import StoredMatrix, get_scheme, quantize_weight
@@ -104,7 +104,7 @@ def test_routing_is_part_of_the_sequence(deepseek: bool, repeats: list[int], mon
     monkeypatch.setattr(common, "create_experts", lambda name, *given, **more: create_experts("triton", *given, **more))
     monkeypatch.setattr(trtllm, "route", routing_kernels.route)
     monkeypatch.setattr(trtllm, "loaded_sequence", routing_kernels.loaded_sequence)
-    common._experts_for.cache_clear()
+    plans.plan_cache.cache_clear()
     routing_kernels._plans.cache_clear()
     routing_kernels._kernel_of.cache_clear()
     w1, w2 = stored("mxfp4_w4a16", EXPERTS, 2 * INNER, HIDDEN), stored("mxfp4_w4a16", EXPERTS, HIDDEN, INNER)
@@ -130,5 +130,5 @@ def test_routing_is_part_of_the_sequence(deepseek: bool, repeats: list[int], mon
     if deepseek:
         scales[0].mul_(2)  # of which there are views
         assert not torch.equal(call("b"), first)
-    common._experts_for.cache_clear()
+    plans.plan_cache.cache_clear()
     functools.reduce(lambda _, cache: cache.cache_clear(), (routing_kernels._plans, routing_kernels._kernel_of), None)

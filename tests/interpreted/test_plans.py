@@ -43,7 +43,7 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """A function that makes later calls use kernels."""
 
     def forget() -> None:
-        common._experts_for.cache_clear()
+        plans.plan_cache.cache_clear()
         plans.plans_of.cache_clear()
 
     def switch() -> None:
@@ -437,8 +437,10 @@ def test_captured_calls_keep_nothing(
     monkeypatch.setattr(plans, "_tables", dict)
     assert torch.equal(call.run(given), kept)  # by the plan, or as a first call
     plans.plans_of.cache_clear()
+    plans.plan_cache.cache_clear()
     known = dict(tables)
     for _ in range(2):
         assert torch.equal(call.run(given), kept)
     assert plans.plans_of(KEPT_AS[name], threading.get_ident())._plans == {}
+    assert [key for key in plans.plan_cache(threading.get_ident())._entries if key[0] != "experts"] == []
     assert (tables, copied) == (known, [])
