@@ -42,13 +42,7 @@ OF_OTHERS = {  # signatures that other libraries own
     "functional": {
         "trtllm_fp4_block_scale_moe",
         "b12x_fused_moe",
-        "fused_experts",
-        "fused_moe",
         "invoke_fused_moe_kernel",
-        "triton_kernel_fused_experts",
-        "triton_kernel_fused_experts_with_bias",
-        "triton_kernel_moe_forward",
-        "triton_kernel_moe_with_bias_forward",
         "invoke_moe_batched_triton_kernel",
         "_BatchedExperts.apply",
         "FusedMoE.__init__",

@@ -7,13 +7,11 @@ import collections
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import torch
-from torch.library import custom_op
 
-from ep_moe.functional.common import operator_arguments
-from ep_moe.functional.sglang.experts import ExpertsCall, compute
+from ep_moe.functional.sglang.experts import ExpertsCall, new_result, run
 
 Result = TypeVar("Result")
 
@@ -67,44 +65,55 @@ def options_of(config: Any) -> MoeRunnerConfig:
     return found
 
 
-def _run(call: ExpertsCall) -> torch.Tensor:
-    """Compute a call, as an operator under torch.compile."""
-    if call.inplace and call.apart:
-        name = "no_combine" if call.no_combine else "defer_sum"
-        raise ValueError(f"{name} and inplace are both set: [T, K, H] does not fit into hidden_states")
-    if call.inplace:
-        if torch.compiler.is_compiling():
-            _inplace_op(*call)
-        else:
-            compute(call, call.hidden_states)
-        return call.hidden_states
-    return _outplace_op(*call) if torch.compiler.is_compiling() else compute(call)
+def with_arguments(
+    names: str, fields: type, **defaults: Any
+) -> Callable[[Callable[[Any], Result]], Callable[..., Result]]:
+    """Turn a function of one named tuple into a function of arguments, with a signature of its own.
 
-
-def _with_fields(*left_out: str) -> Callable[[Callable[[ExpertsCall], Result]], Callable[..., Result]]:
-    """Turn a function of an `ExpertsCall` into one of its fields; those that are left out have their default value."""
-    fields = inspect.signature(ExpertsCall).parameters
-    taken = [name for name in fields if name not in left_out]
-    defaults = [fields[name].default for name in taken if fields[name].default is not inspect.Parameter.empty]
-    bound = collections.namedtuple("bound", taken, defaults=defaults)  # type: ignore[misc]
-
-    def turn(function: Callable[[ExpertsCall], Result]) -> Callable[..., Result]:
-        def call(*positional: Any, **named: Any) -> Result:
-            return function(ExpertsCall(**dict(zip(taken, bound(*positional, **named), strict=True))))
-
-        call.__name__, call.__qualname__, call.__doc__ = function.__name__, function.__name__, function.__doc__
-        call.__module__ = function.__module__
-        returned = inspect.signature(function).return_annotation
-        call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [fields[name] for name in taken], return_annotation=returned
+    Args:
+        names: of the arguments, in their order. fields: a NamedTuple, whose fields give arguments of the same names
+            their types and defaults. defaults: of the others.
+    """
+    known, types = inspect.signature(fields).parameters, get_type_hints(fields)
+    parameters = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            default=defaults.get(name, known[name].default if name in known else inspect.Parameter.empty),
+            annotation=types.get(name, Any),
         )
+        for name in names.split()
+    ]
+    values = [one.default for one in parameters if one.default is not inspect.Parameter.empty]
+
+    def turn(function: Callable[[Any], Result]) -> Callable[..., Result]:
+        arguments = collections.namedtuple(function.__name__, names, defaults=values)  # type: ignore[misc]
+
+        def call(*positional: Any, **named: Any) -> Result:
+            return function(arguments(*positional, **named))
+
+        for attribute in ("__name__", "__qualname__", "__doc__", "__module__"):
+            setattr(call, attribute, getattr(function, attribute))
+        returned = inspect.signature(function).return_annotation
+        call.__signature__ = inspect.Signature(parameters, return_annotation=returned)  # type: ignore[attr-defined]
         return call
 
     return turn
 
 
-@_with_fields()
-def fused_experts_impl(call: ExpertsCall) -> torch.Tensor:
+_NAMES = ExpertsCall._fields
+_SUMMED = " ".join(name for name in _NAMES if name not in ("inplace", "defer_sum") and "no_combine" not in name)
+_OUTPLACE = " ".join(name for name in _NAMES if name not in ("inplace", "defer_sum"))
+_FORMAT = " ".join(_NAMES[_NAMES.index("use_fp8_w8a8") : _NAMES.index("no_combine")])
+_FUSED_MOE = f"hidden_states w1 w2 topk_output moe_runner_config b1 b2 {_FORMAT}"
+
+
+def _call_of(given: Any, **more: Any) -> ExpertsCall:
+    return ExpertsCall(**dict(zip(given._fields, given, strict=True)), **more)
+
+
+@with_arguments(" ".join(_NAMES), ExpertsCall)
+def fused_experts_impl(given: Any) -> torch.Tensor:
     """Compute the experts of routed tokens, and sum their weighted outputs.
 
     Args:
@@ -136,61 +145,35 @@ def fused_experts_impl(call: ExpertsCall) -> torch.Tensor:
     Local, on the current stream. With experts that are kernels no host sync, and safe in CUDA graphs after a call of
     the same kind; an operator under torch.compile.
     """
-    return _run(call)
+    return run(_call_of(given))
 
 
-@_with_fields("inplace", "defer_sum")
-def outplace_fused_experts(call: ExpertsCall) -> torch.Tensor:
+@with_arguments(_OUTPLACE, ExpertsCall)
+def outplace_fused_experts(given: Any) -> torch.Tensor:
     """`fused_experts_impl`, into a new tensor."""
-    return _run(call)
+    return run(_call_of(given))
 
 
-@_with_fields("inplace", "no_combine", "defer_sum", "no_combine_keep_router_weight")
-def inplace_fused_experts(call: ExpertsCall) -> None:
+@with_arguments(_SUMMED, ExpertsCall)
+def inplace_fused_experts(given: Any) -> None:
     """`fused_experts_impl`, into `hidden_states`."""
-    _run(call._replace(inplace=True))
+    run(_call_of(given, inplace=True))
 
 
-@_with_fields("inplace", "defer_sum")
-def outplace_fused_experts_fake(call: ExpertsCall) -> torch.Tensor:
+@with_arguments(_OUTPLACE, ExpertsCall)
+def outplace_fused_experts_fake(given: Any) -> torch.Tensor:
     """The shape and dtype of what `outplace_fused_experts` returns, without computing it."""
-    return _empty(call)
+    return new_result(_call_of(given))
 
 
-@_with_fields("inplace", "no_combine", "defer_sum", "no_combine_keep_router_weight")
-def inplace_fused_experts_fake(call: ExpertsCall) -> None:
+@with_arguments(_SUMMED, ExpertsCall)
+def inplace_fused_experts_fake(given: Any) -> None:
     """What `inplace_fused_experts` returns, without computing it."""
-    del call
+    del given
 
 
-def _empty(call: ExpertsCall) -> torch.Tensor:
-    (num_tokens, hidden), num_topk = call.hidden_states.shape, call.topk_ids.shape[1]
-    return call.hidden_states.new_empty((num_tokens, num_topk, hidden) if call.apart else (num_tokens, hidden))
-
-
-def fused_experts(
-    hidden_states: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    topk_output: Any,
-    moe_runner_config: Any,
-    b1: torch.Tensor | None = None,
-    b2: torch.Tensor | None = None,
-    use_fp8_w8a8: bool = False,
-    use_int8_w8a8: bool = False,
-    use_int8_w8a16: bool = False,
-    use_int4_w4a16: bool = False,
-    per_channel_quant: bool = False,
-    w1_scale: torch.Tensor | None = None,
-    w2_scale: torch.Tensor | None = None,
-    w1_zp: torch.Tensor | None = None,
-    w2_zp: torch.Tensor | None = None,
-    a1_scale: torch.Tensor | None = None,
-    a2_scale: torch.Tensor | None = None,
-    block_shape: list[int] | None = None,
-    a1_q: torch.Tensor | None = None,
-    fuse_swiglu_interleaved: bool = False,
-) -> torch.Tensor:
+@with_arguments(f"{_FUSED_MOE} a1_q fuse_swiglu_interleaved", ExpertsCall)
+def fused_experts(given: Any) -> torch.Tensor:
     """`fused_experts_impl` with the routing and the options in objects.
 
     Args:
@@ -198,101 +181,21 @@ def fused_experts(
         moe_runner_config: SGLang's or our `MoeRunnerConfig`, of which `inplace` is True by default.
         The others, results and errors: as of `fused_experts_impl`.
     """
-    topk_weights, topk_ids, _ = topk_output
-    options = options_of(moe_runner_config)
-    return _run(
-        ExpertsCall(
-            hidden_states,
-            w1,
-            w2,
-            topk_weights,
-            topk_ids,
-            b1,
-            b2,
-            options.inplace,
-            options.activation,
-            options.is_gated,
-            options.apply_router_weight_on_input,
-            use_fp8_w8a8,
-            use_int8_w8a8,
-            use_int8_w8a16,
-            use_int4_w4a16,
-            per_channel_quant,
-            w1_scale,
-            w2_scale,
-            w1_zp,
-            w2_zp,
-            a1_scale,
-            a2_scale,
-            block_shape,
-            options.no_combine,
-            options.routed_scaling_factor,
-            options.gemm1_alpha,
-            options.gemm1_clamp_limit,
-            swiglu_limit=options.swiglu_limit,
-            gate_up_interleaved=options.gate_up_interleaved,
-            a1_q=a1_q,
-            fuse_swiglu_interleaved=fuse_swiglu_interleaved,
-            no_combine_keep_router_weight=options.no_combine_keep_router_weight,
-        )
-    )
+    return _with_objects(given)
 
 
-def fused_moe(
-    hidden_states: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    topk_output: Any,
-    moe_runner_config: Any = _DEFAULT_CONFIG,
-    b1: torch.Tensor | None = None,
-    b2: torch.Tensor | None = None,
-    use_fp8_w8a8: bool = False,
-    use_int8_w8a8: bool = False,
-    use_int8_w8a16: bool = False,
-    use_int4_w4a16: bool = False,
-    per_channel_quant: bool = False,
-    w1_scale: torch.Tensor | None = None,
-    w2_scale: torch.Tensor | None = None,
-    w1_zp: torch.Tensor | None = None,
-    w2_zp: torch.Tensor | None = None,
-    a1_scale: torch.Tensor | None = None,
-    a2_scale: torch.Tensor | None = None,
-    block_shape: list[int] | None = None,
-) -> torch.Tensor:
+@with_arguments(_FUSED_MOE, ExpertsCall, moe_runner_config=_DEFAULT_CONFIG)
+def fused_moe(given: Any) -> torch.Tensor:
     """`fused_experts`, with default options."""
-    flags = use_fp8_w8a8, use_int8_w8a8, use_int8_w8a16, use_int4_w4a16, per_channel_quant
-    scales = w1_scale, w2_scale, w1_zp, w2_zp, a1_scale, a2_scale
-    return fused_experts(hidden_states, w1, w2, topk_output, moe_runner_config, b1, b2, *flags, *scales, block_shape)
+    return _with_objects((*given, None, False))
 
 
-def _outplace(*arguments: Any) -> torch.Tensor:
-    return compute(ExpertsCall(*arguments))
-
-
-def _inplace(*arguments: Any) -> None:
-    compute(ExpertsCall(*arguments), arguments[0])
-
-
-def _outplace_fake(*arguments: Any) -> torch.Tensor:
-    return _empty(ExpertsCall(*arguments))
-
-
-def _inplace_fake(*arguments: Any) -> None:
-    """It returns nothing; the real call checks its arguments."""
-    del arguments
-
-
-_outplace_op = custom_op(
-    "ep_moe::outplace_fused_experts",
-    _outplace,
-    mutates_args=(),
-    schema=f"({operator_arguments(ExpertsCall)}) -> Tensor",
-)
-_inplace_op = custom_op(
-    "ep_moe::inplace_fused_experts",
-    _inplace,
-    mutates_args=("hidden_states",),
-    schema=f"({operator_arguments(ExpertsCall, 'hidden_states')}) -> ()",
-)
-_outplace_op.register_fake(_outplace_fake)
-_inplace_op.register_fake(_inplace_fake)
+def _with_objects(given: Any) -> torch.Tensor:
+    topk_weights, topk_ids, _ = given[3]
+    options, (*stored, a1_q, interleaved) = options_of(given[4]), given[7:]
+    tensors = *given[:3], topk_weights, topk_ids, *given[5:7]
+    first = options.inplace, options.activation, options.is_gated, options.apply_router_weight_on_input
+    numbers = options.no_combine, options.routed_scaling_factor, options.gemm1_alpha, options.gemm1_clamp_limit
+    last = True, options.swiglu_limit, options.gate_up_interleaved, a1_q, interleaved, False
+    keep = options.no_combine_keep_router_weight
+    return run(ExpertsCall._make((*tensors, *first, *stored, *numbers, *last, keep)))

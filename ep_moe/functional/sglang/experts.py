@@ -4,15 +4,15 @@ Letters: T tokens, H hidden, I intermediate, K top-k, E experts, W = 2I.
 """
 
 import functools
-import threading
 from typing import Any, NamedTuple
 
 import torch
 
 from ep_moe.config import DTYPES, ActivationConfig, ActivationKind
-from ep_moe.functional.common import check_like, experts_for, kept_weights, writes
+from ep_moe.functional.call import Operation, Weight
+from ep_moe.functional.common import check_like, experts_for, writes
 from ep_moe.functional.formats import Flags, GivenWeight, matrix_of, scale_is_view, scheme_of
-from ep_moe.functional.plans import capturing, identities, kinds, plans_of
+from ep_moe.functional.plans import capturing
 from ep_moe.functional.routed_plan import RoutedPlan
 from ep_moe.functional.sglang.configs import ConfigsKey, configs_key, found_tiles, get_moe_configs, override_key
 from ep_moe.functional.sglang.pairs import pair_launches, rows_of
@@ -26,12 +26,12 @@ class ExpertsCall(NamedTuple):
     """The parameters of `fused_experts_impl`, in their order."""
 
     hidden_states: torch.Tensor
-    w1: torch.Tensor
-    w2: torch.Tensor
+    w1: Weight
+    w2: Weight
     topk_weights: torch.Tensor
     topk_ids: torch.Tensor
-    b1: torch.Tensor | None = None
-    b2: torch.Tensor | None = None
+    b1: Weight | None = None
+    b2: Weight | None = None
     inplace: bool = False
     activation: str = "silu"
     is_gated: bool = True
@@ -41,12 +41,12 @@ class ExpertsCall(NamedTuple):
     use_int8_w8a16: bool = False
     use_int4_w4a16: bool = False
     per_channel_quant: bool = False
-    w1_scale: torch.Tensor | None = None
-    w2_scale: torch.Tensor | None = None
-    w1_zp: torch.Tensor | None = None
-    w2_zp: torch.Tensor | None = None
-    a1_scale: torch.Tensor | None = None
-    a2_scale: torch.Tensor | None = None
+    w1_scale: Weight | None = None
+    w2_scale: Weight | None = None
+    w1_zp: Weight | None = None
+    w2_zp: Weight | None = None
+    a1_scale: Weight | None = None
+    a2_scale: Weight | None = None
     block_shape: list[int] | None = None
     no_combine: bool = False
     routed_scaling_factor: float | None = None
@@ -84,7 +84,7 @@ class ExpertsCall(NamedTuple):
         return None if self.a1_q is not None else self.a1_scale, self.a2_scale
 
     @property
-    def apart(self) -> bool:
+    def unsummed(self) -> bool:
         """Whether the result is [T, K, H], without the sum."""
         return self.no_combine or self.defer_sum
 
@@ -94,21 +94,29 @@ class ExpertsCall(NamedTuple):
         return self.apply_router_weight_on_input or self.no_combine_keep_router_weight or not self.no_combine
 
     @property
-    def rows_apart(self) -> bool:
+    def one_row_per_pair(self) -> bool:
         """Whether each pair of a token and an expert is a row of its own, for which tokens may be weighted."""
-        return self.apply_router_weight_on_input or (self.apart and self.topk_ids.shape[1] > 1)
+        return self.apply_router_weight_on_input or (self.unsummed and self.topk_ids.shape[1] > 1)
 
     @property
     def factor(self) -> float:
         """What multiplies the sum."""
-        return 1.0 if self.routed_scaling_factor is None or self.apart else self.routed_scaling_factor
+        return 1.0 if self.routed_scaling_factor is None or self.unsummed else self.routed_scaling_factor
 
     @property
-    def makes_zeros(self) -> bool:
-        """Whether the runtime reads zero points that are made: unpacked ones of 4 bits, or 128 where none are given."""
-        if self.use_int4_w4a16:
-            return self.w1_zp is not None
-        return self.use_int8_w8a16 and self.block_shape is not None and self.w1_zp is None
+    def zeros_written(self) -> tuple[int, ...] | None:
+        """How often torch has written the zero points of which the runtime reads others; () if it reads none.
+
+        None if that is unknown, or while a CUDA graph is captured, whose memory the others would be, or which would
+        read those of a plan.
+        """
+        if self.use_int4_w4a16:  # they are unpacked
+            makes_zeros = self.w1_zp is not None
+        else:  # 128 if there are none
+            makes_zeros = self.use_int8_w8a16 and self.block_shape is not None and self.w1_zp is None
+        if not makes_zeros:
+            return ()
+        return None if capturing(self.w1.device) else writes((self.w1_zp, self.w2_zp))
 
     @property
     def flags(self) -> Flags:
@@ -245,83 +253,57 @@ def _static(given: torch.Tensor | None, name: str, count: int) -> torch.Tensor |
     return given.detach().reshape(-1).expand(count).contiguous()
 
 
-class _Plan(NamedTuple):
-    """What later calls of a kind repeat.
-
-    Unless `get_moe_configs` says something else by then, or zero points have been written of which others are made.
-    """
+class ConfiguredPlan(NamedTuple):
+    """What later calls launch, as long as `get_moe_configs` returns the same."""
 
     routed: RoutedPlan
     configs_key: ConfigsKey
     configs: dict[int, Any] | None
-    zeros_written: tuple[int, ...]
+
+    @classmethod
+    def of(cls, routed: RoutedPlan, call: ExpertsCall) -> "ConfiguredPlan":
+        """The plan of a call that has returned."""
+        key = configs_key(call.flags, call.w2, call.hidden_states.dtype)
+        return cls(routed, key, get_moe_configs(*key))
+
+    @property
+    def valid(self) -> bool:
+        """Whether the tiles are still those of a call."""
+        return get_moe_configs(*self.configs_key) is self.configs
 
 
-def _key_of(call: ExpertsCall, out: torch.Tensor | None) -> tuple[object, ...]:
-    """All that a plan depends on."""
-    block = call.block_shape
-    given = [call.hidden_states, call.topk_ids, call.topk_weights]
-    if out is not None:
-        given.append(out)
-    numbers, fields = None if block is None else (*block,), _fields_of(call)
-    flags = *fields[_FLAGS], numbers, *fields[_NUMBERS], override_key()
-    return *flags, *kinds(given), *identities(_weights_given(call))
+def run(call: ExpertsCall) -> torch.Tensor:
+    """The call, as an operator under torch.compile. Errors: ValueError. Local."""
+    if not call.inplace:
+        return _OUTPLACE(call)
+    if call.unsummed:
+        name = "no_combine" if call.no_combine else "defer_sum"
+        raise ValueError(f"{name} and inplace are both set: [T, K, H] does not fit into hidden_states")
+    return _INPLACE(call)
 
 
-def _fields_of(call: ExpertsCall) -> tuple[Any, ...]:
-    return call
-
-
-def _weights_given(call: ExpertsCall) -> tuple[torch.Tensor | None, ...]:
-    """The tensors that belong to the weights."""
-    return call.w1, call.w2, call.b1, call.b2, *_fields_of(call)[_SCALES]
-
-
-_FLAGS = slice(ExpertsCall._fields.index("activation"), ExpertsCall._fields.index("w1_scale"))
-_SCALES = slice(_FLAGS.stop, ExpertsCall._fields.index("block_shape"))
-_NUMBERS = slice(_SCALES.stop + 1, None)
-
-
-def compute(call: ExpertsCall, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The weighted sum [T, H], or the rows [T, K, H] without it. Errors: ValueError. Local."""
+def _compute(call: ExpertsCall) -> torch.Tensor:
+    """The weighted sum [T, H], or the rows [T, K, H] without it."""
     if not call.weighted:
         call = call._replace(topk_weights=torch.ones_like(call.topk_weights, dtype=torch.float32))
-    zeros_written = _zeros_written(call)
-    if zeros_written is None or call.a1_q is not None:
-        return _computed(call, out)[0]
-    plans, key = plans_of("fused_experts", threading.get_ident()), _key_of(call, out)
-    plan: _Plan | None = plans.get(key)
-    if plan is not None and plan.zeros_written == zeros_written and get_moe_configs(*plan.configs_key) is plan.configs:
-        result = _repeated(plan.routed, call, out)
-        if result is not None:
-            return result
+    x, ids, topk_weights, out = call.hidden_states, call.topk_ids, call.topk_weights, None
+    if call.inplace:
+        out = x
+    written, key, plan = call.zeros_written, None, None
+    if call.a1_q is None:
+        key, plan = _OUTPLACE.find(call, override_key(), written=written)
+    if plan is not None and plan.valid:
+        scales = {"static_scale": call.a1_scale, "inner_scale": call.a2_scale}
+        if call.one_row_per_pair:
+            y = plan.routed.listed(x, [x, ids, topk_weights.float()], out, **scales)
+        else:
+            y = plan.routed(x, ids, topk_weights, out, **scales)
+        if y is not None:  # every tensor is aligned
+            return y.view(-1, ids.shape[1], y.shape[1]) if call.unsummed else y
     result, routed = _computed(call, out)
     if routed is not None:
-        found = configs_key(call.flags, call.w2, call.hidden_states.dtype)
-        new = _Plan(routed, found, get_moe_configs(*found), zeros_written)
-        plans.keep(key, new, call.hidden_states.device, _weights_given(call))
+        _OUTPLACE.keep(key, ConfiguredPlan.of(routed, call), call, written=written)
     return result
-
-
-def _zeros_written(call: ExpertsCall) -> tuple[int, ...] | None:
-    """How often torch has written the zero points that others are made of; None if that is unknown, or a CUDA graph is
-    captured, whose memory these would be, or which would read those of a plan."""
-    if not call.makes_zeros:
-        return ()
-    if capturing(call.w1.device):
-        return None
-    return writes((call.w1_zp, call.w2_zp))
-
-
-def _repeated(routed: RoutedPlan, call: ExpertsCall, out: torch.Tensor | None) -> torch.Tensor | None:
-    """The result of a later call; None if a tensor is not aligned."""
-    x, ids, topk_weights = call.hidden_states, call.topk_ids, call.topk_weights
-    scales = {"static_scale": call.a1_scale, "inner_scale": call.a2_scale}
-    if call.rows_apart:
-        y = routed.listed(x, [x, ids, topk_weights.float()], out, **scales)
-    else:
-        y = routed(x, ids, topk_weights, out, **scales)
-    return y.view(-1, ids.shape[1], y.shape[1]) if y is not None and call.apart else y
 
 
 def _computed(call: ExpertsCall, out: torch.Tensor | None) -> tuple[torch.Tensor, RoutedPlan | None]:
@@ -338,21 +320,20 @@ def _computed(call: ExpertsCall, out: torch.Tensor | None) -> tuple[torch.Tensor
     activation, flags, given = call.between, call.flags, call.weights
     scheme = scheme_of(flags, given)
     tokens = hidden_states if call.a1_q is None else _quantized(call, scheme)
-    tensors = call.w1, call.w1_scale, call.b1, call.w2, call.w2_scale, call.b2, call.w1_zp, call.w2_zp
-    weights = kept_or_new("sglang", tensors, call, scheme)
+    weights = kept_or_new(_OUTPLACE, call, call, scheme)
     tiles = found_tiles(flags, call.w2, hidden_states, scheme, gated=call.is_gated)
     experts = experts_for(activation, scheme, hidden_states.device, tiles)
     on_input, factor = call.apply_router_weight_on_input, call.factor
     if on_input and call.b1 is not None:
         raise ValueError("b1 is given, apply_router_weight_on_input takes none: SGLang would multiply it too")
     chosen = Routing(topk_ids=ids, topk_weights=call.topk_weights.float())
-    x, routing = routed_rows(tokens, chosen, weights, on_input=on_input, no_combine=call.apart, factor=factor)
+    x, routing = routed_rows(tokens, chosen, weights, on_input=on_input, no_combine=call.unsummed, factor=factor)
     y = local_moe(x, routing, weights, experts, dtype=hidden_states.dtype, out=out)
-    result = y.view(-1, ids.shape[1], y.shape[1]) if call.apart else y
+    result = y.view(-1, ids.shape[1], y.shape[1]) if call.unsummed else y
     if isinstance(x, Quantized) or has_copies(call, scheme):
         return result, None
     before = None
-    if call.rows_apart:
+    if call.one_row_per_pair:
         before = pair_launches(hidden_states, ids, chosen.topk_weights, on_input=on_input, factor=factor)
         factor = 1.0
         if before is None:
@@ -366,20 +347,18 @@ def has_copies(call: ExpertsCall, scheme: QuantScheme) -> bool:
     return not all(scale_is_view(each, scheme) for each in call.weights)
 
 
-def kept_or_new(
-    name: str, tensors: tuple[torch.Tensor | None, ...], call: ExpertsCall, scheme: QuantScheme
-) -> ExpertWeights:
+def kept_or_new(operation: Operation[Any, Any], given: Any, call: ExpertsCall, scheme: QuantScheme) -> ExpertWeights:
     """The weights of an earlier call with the same tensors, if they are views; else new ones.
 
-    Args: name: of the calls. tensors: the caller's, of which `call` has views.
+    Args: given: the call of this operation, of whose tensors `call` has views.
     """
-    if any(scale is not None for scale in call.static_scales) or has_copies(call, scheme):
-        return weights_of(call, scheme)  # with copies, which would miss later writes to the caller's tensors
-    kept = kept_weights(name, threading.get_ident())
-    tokens = call.hidden_states
-    key = scheme.name, call.alternating, call.is_gated, tokens.shape[1], tokens.dtype, *identities(tensors)
     make = functools.partial(weights_of, call, scheme)
-    return kept.get(tensors, key, make, copied=call.makes_zeros)
+    if any(scale is not None for scale in call.static_scales) or has_copies(call, scheme):
+        return make()  # with copies, which would miss later writes to the caller's tensors
+    tokens = call.hidden_states
+    key = scheme.name, call.alternating, call.is_gated, tokens.shape[1], tokens.dtype
+    found: ExpertWeights = operation.made(given, make, *key, written=call.zeros_written)
+    return found
 
 
 def check_tokens(hidden_states: torch.Tensor) -> None:
@@ -439,3 +418,13 @@ def routed_rows(
     if on_input and not no_combine:
         ids, topk_weights = ids.view(-1, num_topk), topk_weights.view(-1, num_topk)
     return x, Routing(topk_ids=ids, topk_weights=topk_weights)
+
+
+def new_result(call: ExpertsCall) -> torch.Tensor:
+    """An undefined result."""
+    (num_tokens, hidden), num_topk = call.hidden_states.shape, call.topk_ids.shape[1]
+    return call.hidden_states.new_empty((num_tokens, num_topk, hidden) if call.unsummed else (num_tokens, hidden))
+
+
+_OUTPLACE = Operation("outplace_fused_experts", ExpertsCall, _compute, new=new_result)
+_INPLACE = Operation("inplace_fused_experts", ExpertsCall, _compute, result="hidden_states")

@@ -8,11 +8,9 @@ Letters: T tokens, H hidden, I intermediate, K top-k, E experts, G = T * K pairs
 from typing import Any
 
 import torch
-from torch.library import custom_op
 
-from ep_moe.functional.common import operator_arguments
-from ep_moe.functional.sglang.calls import options_of
-from ep_moe.functional.sglang.ragged_experts import RaggedCall, compute
+from ep_moe.functional.sglang.calls import options_of, with_arguments
+from ep_moe.functional.sglang.ragged_experts import OPERATION, RaggedCall
 
 
 def _plain(weight: Any, name: str) -> torch.Tensor:
@@ -28,35 +26,20 @@ def _plain(weight: Any, name: str) -> torch.Tensor:
     return data
 
 
+_ROUTING = "a_ragged_metadata gather_indx scatter_indx gate_scal n_expts_act"
+_FORMAT = "use_fp8_w8a8 per_channel_quant global_num_experts expert_map w1_scale w2_scale a1_scale a2_scale block_shape"
+_REST = f"apply_router_weight_on_input {_FORMAT}"
+_WITH_BIAS = "hidden_states w1 w1_pcg b1 w2 w2_pcg b2"
+
+
 def _run(call: RaggedCall, inplace: bool) -> torch.Tensor:
     if inplace:
         raise ValueError("inplace is set: the rows of pairs do not fit into hidden_states")
-    y: torch.Tensor = _op(*call) if torch.compiler.is_compiling() else compute(call)
-    return y
+    return OPERATION(call)
 
 
-def triton_kernel_fused_experts(
-    hidden_states: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    a_ragged_metadata: Any,
-    gather_indx: torch.Tensor,
-    scatter_indx: torch.Tensor | None,
-    gate_scal: torch.Tensor,
-    n_expts_act: int,
-    inplace: bool = False,
-    activation: str = "silu",
-    apply_router_weight_on_input: bool = False,
-    use_fp8_w8a8: bool = False,
-    per_channel_quant: bool = False,
-    global_num_experts: int = -1,
-    expert_map: torch.Tensor | None = None,
-    w1_scale: torch.Tensor | None = None,
-    w2_scale: torch.Tensor | None = None,
-    a1_scale: torch.Tensor | None = None,
-    a2_scale: torch.Tensor | None = None,
-    block_shape: list[int] | None = None,
-) -> torch.Tensor:
+@with_arguments(f"hidden_states w1 w2 {_ROUTING} inplace activation {_REST}", RaggedCall, inplace=False)
+def triton_kernel_fused_experts(given: Any) -> torch.Tensor:
     """The weighted result of each pair of a token and an expert, of pairs that are sorted by expert.
 
     Args:
@@ -74,62 +57,15 @@ def triton_kernel_fused_experts(
     Returns: [G, H] in the dtype of `hidden_states`, not summed; rows that no place has are zeros.
     Errors, host sync, torch.compile: as of `fused_experts_impl`.
     """
-    call = RaggedCall(
-        hidden_states,
-        _plain(w1, "w1"),
-        None,
-        _plain(w2, "w2"),
-        None,
-        a_ragged_metadata.slice_sizes,
-        gather_indx,
-        scatter_indx,
-        gate_scal,
-        n_expts_act,
-        activation,
-        apply_router_weight_on_input,
-        use_fp8_w8a8,
-        per_channel_quant,
-        global_num_experts,
-        expert_map,
-        w1_scale,
-        w2_scale,
-        a1_scale,
-        a2_scale,
-        block_shape,
-        None,
-        None,
-    )
-    return _run(call, inplace)
+    x, w1, w2, data, *pairs = given[:8]
+    tensors = x, _plain(w1, "w1"), None, _plain(w2, "w2"), None, data.slice_sizes
+    return _run(RaggedCall._make((*tensors, *pairs, *given[9:], None, None)), given.inplace)
 
 
-def triton_kernel_fused_experts_with_bias(
-    hidden_states: torch.Tensor,
-    w1: Any,
-    w1_pcg: Any,
-    b1: torch.Tensor | None,
-    w2: Any,
-    w2_pcg: Any,
-    b2: torch.Tensor | None,
-    a_ragged_metadata: Any,
-    gather_indx: torch.Tensor,
-    scatter_indx: torch.Tensor | None,
-    gate_scal: torch.Tensor,
-    n_expts_act: int,
-    inplace: bool = False,
-    activation: str = "silu",
-    apply_router_weight_on_input: bool = False,
-    use_fp8_w8a8: bool = False,
-    per_channel_quant: bool = False,
-    global_num_experts: int = -1,
-    expert_map: torch.Tensor | None = None,
-    w1_scale: torch.Tensor | None = None,
-    w2_scale: torch.Tensor | None = None,
-    a1_scale: torch.Tensor | None = None,
-    a2_scale: torch.Tensor | None = None,
-    block_shape: list[int] | None = None,
-    gemm1_alpha: float | None = None,
-    gemm1_clamp_limit: float | None = None,
-) -> torch.Tensor:
+@with_arguments(
+    f"{_WITH_BIAS} {_ROUTING} inplace activation {_REST} gemm1_alpha gemm1_clamp_limit", RaggedCall, inplace=False
+)
+def triton_kernel_fused_experts_with_bias(given: Any) -> torch.Tensor:
     """`triton_kernel_fused_experts` with biases and gpt-oss's activation, of columns of w1 that alternate, gate first.
 
     Args:
@@ -141,132 +77,44 @@ def triton_kernel_fused_experts_with_bias(
         The others, result and errors: as there. Weights, and scales of MXFP4, that are no transposed views of ours are
             copied in each call.
     """
-    if activation != "silu":
-        raise ValueError(f"activation ({activation!r}) is not 'silu', of which this call has the form with an alpha")
-    if gemm1_alpha is None:
-        raise ValueError(f"gemm1_alpha ({gemm1_alpha}) is missing, the activation needs it")
-    scales = [
-        given if given is not None or getattr(pcg, "b_mx_scale", None) is None else _plain(pcg.b_mx_scale, name)
-        for given, pcg, name in (
-            (w1_scale, w1_pcg, "w1_pcg.b_mx_scale"),
-            (w2_scale, w2_pcg, "w2_pcg.b_mx_scale"),
+    if given.activation != "silu":
+        raise ValueError(
+            f"activation ({given.activation!r}) is not 'silu', of which this call has the form with an alpha"
         )
-    ]
-    call = RaggedCall(
-        hidden_states,
-        _plain(w1, "w1"),
-        b1,
-        _plain(w2, "w2"),
-        b2,
-        a_ragged_metadata.slice_sizes,
-        gather_indx,
-        scatter_indx,
-        gate_scal,
-        n_expts_act,
-        activation,
-        apply_router_weight_on_input,
-        use_fp8_w8a8,
-        per_channel_quant,
-        global_num_experts,
-        expert_map,
-        scales[0],
-        scales[1],
-        a1_scale,
-        a2_scale,
-        block_shape,
-        float(gemm1_alpha),
-        gemm1_clamp_limit,
+    if given.gemm1_alpha is None:
+        raise ValueError("gemm1_alpha (None) is missing, the activation needs it")
+    scales = (
+        scale if scale is not None or getattr(pcg, "b_mx_scale", None) is None else _plain(pcg.b_mx_scale, name)
+        for scale, pcg, name in (
+            (given.w1_scale, given.w1_pcg, "w1_pcg.b_mx_scale"),
+            (given.w2_scale, given.w2_pcg, "w2_pcg.b_mx_scale"),
+        )
     )
-    return _run(call, inplace)
+    x, w1, _, b1, w2, _, b2, data, *pairs = given[:12]
+    tensors = x, _plain(w1, "w1"), b1, _plain(w2, "w2"), b2, data.slice_sizes
+    first, last = given[13:19], given[21:24]
+    numbers = float(given.gemm1_alpha), given.gemm1_clamp_limit
+    return _run(RaggedCall._make((*tensors, *pairs, *first, *scales, *last, *numbers)), given.inplace)
 
 
-def triton_kernel_moe_forward(
-    hidden_states: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    topk_output: Any,
-    moe_runner_config: Any,
-    apply_router_weight_on_input: bool = False,
-    use_fp8_w8a8: bool = False,
-    per_channel_quant: bool = False,
-    global_num_experts: int = -1,
-    expert_map: torch.Tensor | None = None,
-    w1_scale: torch.Tensor | None = None,
-    w2_scale: torch.Tensor | None = None,
-    a1_scale: torch.Tensor | None = None,
-    a2_scale: torch.Tensor | None = None,
-    block_shape: list[int] | None = None,
-) -> torch.Tensor:
+@with_arguments(f"hidden_states w1 w2 topk_output moe_runner_config {_REST}", RaggedCall)
+def triton_kernel_moe_forward(given: Any) -> torch.Tensor:
     """`triton_kernel_fused_experts` with the routing in a tuple and the activation of `moe_runner_config`.
 
     Args: topk_output: SGLang's or our `TritonKernelTopKOutput`. The others: as there.
     """
-    return triton_kernel_fused_experts(
-        hidden_states,
-        w1,
-        w2,
-        *_routing_of(topk_output),
-        False,
-        _activation_of(moe_runner_config, gemm1_alpha=None, gemm1_clamp_limit=None),
-        apply_router_weight_on_input,
-        use_fp8_w8a8,
-        per_channel_quant,
-        global_num_experts,
-        expert_map,
-        w1_scale,
-        w2_scale,
-        a1_scale,
-        a2_scale,
-        block_shape,
-    )
+    x, w1, w2, topk_output, config, *rest = given
+    activation = _activation_of(config, gemm1_alpha=None, gemm1_clamp_limit=None)
+    return triton_kernel_fused_experts(x, w1, w2, *_routing_of(topk_output), False, activation, *rest)
 
 
-def triton_kernel_moe_with_bias_forward(
-    hidden_states: torch.Tensor,
-    w1: Any,
-    w1_pcg: Any,
-    b1: torch.Tensor | None,
-    w2: Any,
-    w2_pcg: Any,
-    b2: torch.Tensor | None,
-    topk_output: Any,
-    moe_runner_config: Any,
-    apply_router_weight_on_input: bool = False,
-    use_fp8_w8a8: bool = False,
-    per_channel_quant: bool = False,
-    global_num_experts: int = -1,
-    expert_map: torch.Tensor | None = None,
-    w1_scale: torch.Tensor | None = None,
-    w2_scale: torch.Tensor | None = None,
-    a1_scale: torch.Tensor | None = None,
-    a2_scale: torch.Tensor | None = None,
-    block_shape: list[int] | None = None,
-) -> torch.Tensor:
+@with_arguments(f"{_WITH_BIAS} topk_output moe_runner_config {_REST}", RaggedCall)
+def triton_kernel_moe_with_bias_forward(given: Any) -> torch.Tensor:
     """`triton_kernel_fused_experts_with_bias` with routing, activation, alpha and limit in objects."""
-    return triton_kernel_fused_experts_with_bias(
-        hidden_states,
-        w1,
-        w1_pcg,
-        b1,
-        w2,
-        w2_pcg,
-        b2,
-        *_routing_of(topk_output),
-        False,
-        _activation_of(moe_runner_config, gate_up_interleaved=True),
-        apply_router_weight_on_input,
-        use_fp8_w8a8,
-        per_channel_quant,
-        global_num_experts,
-        expert_map,
-        w1_scale,
-        w2_scale,
-        a1_scale,
-        a2_scale,
-        block_shape,
-        moe_runner_config.gemm1_alpha,
-        moe_runner_config.gemm1_clamp_limit,
-    )
+    config, routing = given.moe_runner_config, _routing_of(given.topk_output)
+    activation = _activation_of(config, gate_up_interleaved=True)
+    rest = *given[9:], config.gemm1_alpha, config.gemm1_clamp_limit
+    return triton_kernel_fused_experts_with_bias(*given[:7], *routing, False, activation, *rest)
 
 
 def _routing_of(topk_output: Any) -> tuple[Any, Any, Any, Any, Any]:
@@ -289,21 +137,3 @@ def _activation_of(config: Any, **needed: Any) -> str:
         if getattr(options, name) != value:
             raise ValueError(f"moe_runner_config.{name} ({getattr(options, name)}) is not {value}, as this call has it")
     return options.activation
-
-
-def _compute(*arguments: Any) -> torch.Tensor:
-    return compute(RaggedCall(*arguments))
-
-
-_op = custom_op(
-    "ep_moe::triton_kernel_fused_experts",
-    _compute,
-    mutates_args=(),
-    schema=f"({operator_arguments(RaggedCall)}) -> Tensor",
-)
-
-
-@_op.register_fake
-def _fake(*arguments: Any) -> torch.Tensor:
-    call = RaggedCall(*arguments)
-    return call.hidden_states.new_empty(call.gather_indx.shape[0], call.hidden_states.shape[1])

@@ -8,18 +8,18 @@ Letters: T tokens, H hidden, I intermediate, K top-k, E experts, G = T * K pairs
 
 import dataclasses
 import functools
-import threading
 from typing import Any, NamedTuple
 
 import torch
 
 from ep_moe.config import DTYPES, ActivationConfig
-from ep_moe.functional.common import check_like, experts_for, kept_weights
+from ep_moe.functional.call import Operation, Weight
+from ep_moe.functional.common import check_like, experts_for
 from ep_moe.functional.formats import scheme_of
-from ep_moe.functional.plans import identities, kinds, plans_of
 from ep_moe.functional.routed_plan import RoutedPlan
-from ep_moe.functional.sglang.configs import ConfigsKey, configs_key, found_tiles, get_moe_configs, override_key
+from ep_moe.functional.sglang.configs import found_tiles, override_key
 from ep_moe.functional.sglang.experts import (
+    ConfiguredPlan,
     ExpertsCall,
     check_tokens,
     has_copies,
@@ -40,28 +40,28 @@ class RaggedCall(NamedTuple):
     """The arguments of the operator."""
 
     hidden_states: torch.Tensor
-    w1: torch.Tensor
-    b1: torch.Tensor | None
-    w2: torch.Tensor
-    b2: torch.Tensor | None
+    w1: Weight
+    b1: Weight | None
+    w2: Weight
+    b2: Weight | None
     slice_sizes: torch.Tensor
     gather_indx: torch.Tensor
     scatter_indx: torch.Tensor | None
     gate_scal: torch.Tensor
     n_expts_act: int
-    activation: str
-    apply_router_weight_on_input: bool
-    use_fp8_w8a8: bool
-    per_channel_quant: bool
-    global_num_experts: int
-    expert_map: torch.Tensor | None
-    w1_scale: torch.Tensor | None
-    w2_scale: torch.Tensor | None
-    a1_scale: torch.Tensor | None
-    a2_scale: torch.Tensor | None
-    block_shape: list[int] | None
-    gemm1_alpha: float | None
-    gemm1_limit: float | None
+    activation: str = "silu"
+    apply_router_weight_on_input: bool = False
+    use_fp8_w8a8: bool = False
+    per_channel_quant: bool = False
+    global_num_experts: int = -1
+    expert_map: torch.Tensor | None = None
+    w1_scale: Weight | None = None
+    w2_scale: Weight | None = None
+    a1_scale: Weight | None = None
+    a2_scale: Weight | None = None
+    block_shape: list[int] | None = None
+    gemm1_alpha: float | None = None
+    gemm1_clamp_limit: float | None = None
 
     @property
     def is_mxfp4(self) -> bool:
@@ -74,14 +74,11 @@ class RaggedCall(NamedTuple):
         return ByExpert(self.slice_sizes, self.gather_indx, self.scatter_indx, self.gate_scal, self.n_expts_act)
 
     @property
-    def weights_given(self) -> tuple[torch.Tensor | None, ...]:
-        """The tensors that belong to the weights."""
-        return self.w1, self.b1, self.w2, self.b2, *_fields_of(self)[_SCALES]
-
-    @property
     def between(self) -> ActivationConfig:
         """What lies between the GEMMs. Errors: ValueError for another name."""
-        return self.as_experts().between if self.gemm1_alpha is None else swiglu(self.gemm1_alpha, self.gemm1_limit)
+        return (
+            self.as_experts().between if self.gemm1_alpha is None else swiglu(self.gemm1_alpha, self.gemm1_clamp_limit)
+        )
 
     def as_experts(self) -> ExpertsCall:
         """The same call with weights in the order of `fused_experts_impl`, views; its routing is not read."""
@@ -107,51 +104,21 @@ class RaggedCall(NamedTuple):
             a2_scale=self.a2_scale,
             block_shape=self.block_shape,
             gemm1_alpha=self.gemm1_alpha,
-            gemm1_limit=self.gemm1_limit,
+            gemm1_limit=self.gemm1_clamp_limit,
         )
 
 
-_SCALES = slice(RaggedCall._fields.index("w1_scale"), RaggedCall._fields.index("block_shape"))
-_FLAGS = slice(RaggedCall._fields.index("n_expts_act"), RaggedCall._fields.index("expert_map"))
-_NUMBERS = slice(_SCALES.stop + 1, None)
-
-
-class _Plan(NamedTuple):
-    """What later calls of a kind repeat, unless `get_moe_configs` says something else by then."""
-
-    routed: RoutedPlan
-    configs_key: ConfigsKey
-    configs: dict[int, Any] | None
-
-
-def _key_of(call: RaggedCall) -> tuple[object, ...]:
-    """All that a plan depends on."""
-    block, fields = call.block_shape, _fields_of(call)
-    absent = call.expert_map is None, call.scatter_indx is None, block if block is None else (*block,), override_key()
-    given = kinds(call.by_expert.lists(call.hidden_states, call.expert_map))
-    return *fields[_FLAGS], *fields[_NUMBERS], *absent, *given, *identities(call.weights_given)
-
-
-def _fields_of(call: RaggedCall) -> tuple[Any, ...]:
-    return call
-
-
-def compute(call: RaggedCall) -> torch.Tensor:
+def _compute(call: RaggedCall) -> torch.Tensor:
     """The weighted rows [G, H] of pairs; those without an expert are zeros. Errors: ValueError. Local."""
-    x, data = call.hidden_states, call.by_expert
-    plans, key = plans_of("triton_kernel", threading.get_ident()), _key_of(call)
-    plan: _Plan | None = plans.get(key)
-    if plan is not None and get_moe_configs(*plan.configs_key) is plan.configs:
-        scales = {"static_scale": call.a1_scale, "inner_scale": call.a2_scale}
-        result = plan.routed.listed(x, data.lists(x, call.expert_map), None, **scales)
-        if result is not None:
-            return result
+    key, plan = OPERATION.find(call, override_key())
+    if plan is not None and plan.valid:
+        x, scales = call.hidden_states, {"static_scale": call.a1_scale, "inner_scale": call.a2_scale}
+        found: torch.Tensor | None = plan.routed.listed(x, call.by_expert.lists(x, call.expert_map), None, **scales)
+        if found is not None:
+            return found
     result, routed = _computed(call)
     if routed is not None:
-        given_weights = call.as_experts()
-        found = configs_key(given_weights.flags, given_weights.w2, x.dtype)
-        new = _Plan(routed, found, get_moe_configs(*found))
-        plans.keep(key, new, x.device, call.weights_given)
+        OPERATION.keep(key, ConfiguredPlan.of(routed, call.as_experts()), call)
     return result
 
 
@@ -208,21 +175,19 @@ def _check(call: RaggedCall) -> None:
 
 def _weights(call: RaggedCall) -> tuple[QuantScheme, ExpertWeights]:
     """The scheme and the weights of a call, checked."""
-    given = call.as_experts()
     if not call.is_mxfp4:
+        given = call.as_experts()
         scheme = scheme_of(given.flags, given.weights)
-        tensors = call.w1, call.w1_scale, call.b1, call.w2, call.w2_scale, call.b2
-        return scheme, kept_or_new("triton_kernel", tensors, given, scheme)
+        return scheme, kept_or_new(OPERATION, call, given, scheme)
     for argument in ("per_channel_quant", "block_shape", "a1_scale", "a2_scale"):
         if getattr(call, argument) not in (False, None):
             raise ValueError(f"{argument} is given, MXFP4 weights take none")
     scheme = get_scheme("mxfp4_w4a16")
-    if _copies_mxfp4(call):
-        return scheme, _mxfp4_weights(call, scheme)
-    tensors = call.w1, call.w1_scale, call.b1, call.w2, call.w2_scale, call.b2
-    key = scheme.name, call.gemm1_alpha is None, call.hidden_states.shape[1], *identities(tensors)
     make = functools.partial(_mxfp4_weights, call, scheme)
-    return scheme, kept_weights("triton_kernel", threading.get_ident()).get(tensors, key, make)
+    if _copies_mxfp4(call):
+        return scheme, make()
+    key = scheme.name, call.gemm1_alpha is None, call.hidden_states.shape[1]
+    return scheme, OPERATION.made(call, make, *key)
 
 
 def _copies_mxfp4(call: RaggedCall) -> bool:
@@ -302,3 +267,10 @@ def quantize(w: torch.Tensor, dtype: str, dev: Any, **opt: Any) -> tuple[Any, ..
     assert matrix.scale is not None
     scales = matrix.scale.view(torch.uint8).transpose(1, 2)
     return matrix.values.transpose(1, 2), InFlexData(), PrecisionConfig(scales)
+
+
+def _new_rows(call: RaggedCall) -> torch.Tensor:
+    return call.hidden_states.new_empty(call.gather_indx.shape[0], call.hidden_states.shape[1])
+
+
+OPERATION = Operation("triton_kernel_fused_experts", RaggedCall, _compute, new=_new_rows)
