@@ -42,7 +42,6 @@ OF_OTHERS = {  # signatures that other libraries own
     "functional": {
         "trtllm_fp4_block_scale_moe",
         "b12x_fused_moe",
-        "invoke_fused_moe_kernel",
         "invoke_moe_batched_triton_kernel",
         "_BatchedExperts.apply",
         "FusedMoE.__init__",

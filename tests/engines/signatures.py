@@ -109,10 +109,10 @@ IGNORED: tuple[tuple[str, str], ...] = (  # parameters and fields that nothing r
     ),
     (
         "trtllm_fp4_block_scale_moe.enable_pdl trtllm_fp4_block_scale_moe.tune_max_num_tokens"
-        " get_default_config.is_marlin invoke_fused_moe_kernel.b_use_tma invoke_fused_moe_kernel.no_combine",
+        " get_default_config.is_marlin",
         "which kernels of theirs compute, and where these store",
     ),
-    ("ExpertsCall.filter_expert invoke_fused_moe_kernel.filter_expert", "ids of no expert always add nothing"),
+    ("ExpertsCall.filter_expert", "ids of no expert always add nothing"),
     (
         "FusedMoE.__init__.enable_qwen35_fp8_deferred_finalize FusedMoE.__init__.uses_expert_location"
         " SharedExpertsConfig.fusion_disabled",

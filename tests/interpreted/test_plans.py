@@ -16,6 +16,7 @@ from ep_moe.experts import create_experts
 from ep_moe.functional import common, plans
 from ep_moe.functional.flashinfer import b12x_fused_moe
 from ep_moe.functional.sglang import (
+    experts,
     gemm,
     inplace_fused_experts,
     invoke_fused_moe_kernel,
@@ -400,7 +401,7 @@ def test_weights_in_the_place_of_others(repeats: list[int], by_kernels: Callable
         for _ in range(2):
             compare(outplace_fused_experts(**weights | inputs), wanted)
         del weights
-        assert plans.plans_of("fused_experts", threading.get_ident())._plans == {}
+        assert plans.plans_of("outplace_fused_experts", threading.get_ident())._plans == {}
 
 
 def test_no_pairs(by_kernels: Callable[[], None]) -> None:
@@ -414,8 +415,8 @@ def test_no_pairs(by_kernels: Callable[[], None]) -> None:
 
 
 KEPT_AS = {
-    "static": "fused_experts",
-    "zero points": "fused_experts",
+    "static": "outplace_fused_experts",
+    "zero points": "outplace_fused_experts",
     "one gemm": "invoke_fused_moe_kernel",
     "batched": "batched_experts",
 }

@@ -328,7 +328,8 @@ def _computed(call: ExpertsCall, out: torch.Tensor | None) -> tuple[torch.Tensor
         raise ValueError("b1 is given, apply_router_weight_on_input takes none: SGLang would multiply it too")
     chosen = Routing(topk_ids=ids, topk_weights=call.topk_weights.float())
     x, routing = routed_rows(tokens, chosen, weights, on_input=on_input, no_combine=call.unsummed, factor=factor)
-    y = local_moe(x, routing, weights, experts, dtype=hidden_states.dtype, out=out)
+    options: dict[str, Any] = {"dtype": hidden_states.dtype, "out": out}
+    y = local_moe(x, routing, weights, experts, **options)
     result = y.view(-1, ids.shape[1], y.shape[1]) if call.unsummed else y
     if isinstance(x, Quantized) or has_copies(call, scheme):
         return result, None
@@ -338,8 +339,8 @@ def _computed(call: ExpertsCall, out: torch.Tensor | None) -> tuple[torch.Tensor
         factor = 1.0
         if before is None:
             return result, None
-    more: dict[str, Any] = {"factor": factor, "inner_scale": call.a2_scale, "before": before, "out": out}
-    return result, RoutedPlan.of(x, routing, weights, experts, **more)
+    options |= {"factor": factor, "inner_scale": call.a2_scale, "before": before}
+    return result, RoutedPlan.of(x, routing, weights, experts, **options)
 
 
 def has_copies(call: ExpertsCall, scheme: QuantScheme) -> bool:

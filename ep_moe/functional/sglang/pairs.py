@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ep_moe.functional.call import Written
+from ep_moe.functional.formats import Flags
+from ep_moe.local_moe.row_gemm import RowLists
 from ep_moe.routing import Routing
 
 if TYPE_CHECKING:
@@ -192,3 +195,87 @@ def sort_pairs(data: ByExpert, expert_map: torch.Tensor | None, num_tokens: int)
     weights = torch.zeros(count + 1, dtype=torch.float32, device=device).scatter_(0, target, data.gate_scal.float())
     tokens = torch.zeros(count + 1, dtype=torch.int64, device=device).scatter_(0, target, data.gather.long())[:-1]
     return Routing(topk_ids=ids[:-1, None], topk_weights=weights[:-1, None]), tokens
+
+
+class GemmCall(NamedTuple):
+    """The arguments of `invoke_fused_moe_kernel` that have a meaning here, with its config as keys and numbers."""
+
+    A: torch.Tensor
+    B: torch.Tensor
+    bias: torch.Tensor | None
+    C: Written
+    A_scale: torch.Tensor | None
+    B_scale: torch.Tensor | None
+    B_zp: torch.Tensor | None
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    sorted_token_ids: torch.Tensor
+    expert_ids: torch.Tensor
+    num_tokens_post_padded: torch.Tensor
+    mul_routed_weight: bool
+    top_k: int
+    keys: str
+    sizes: list[int]
+    use_fp8_w8a8: bool
+    use_int8_w8a8: bool
+    use_int8_w8a16: bool
+    use_int4_w4a16: bool
+    per_channel_quant: bool
+    block_shape: list[int] | None = None
+    a_use_tma: bool = False
+    c_sorted: bool = False
+
+    @property
+    def flags(self) -> Flags:
+        """How B and A are stored."""
+        return Flags(*self[16:22])
+
+    @property
+    def config(self) -> dict[str, int]:
+        """The sizes by their keys."""
+        return dict(zip(self.keys.split(), self.sizes, strict=True))
+
+
+class SortedPairs(NamedTuple):
+    """The sorted pairs [M] of a call."""
+
+    pair: torch.Tensor  # in [0, P)
+    expert: torch.Tensor
+    target: torch.Tensor  # rows of C
+    valid: torch.Tensor  # whether it is a pair
+    of_expert: torch.Tensor  # and of an expert
+
+
+def sorted_pairs(call: GemmCall, block: int) -> SortedPairs:
+    pairs, num_pairs, num_experts = call.sorted_token_ids, call.topk_ids.numel(), call.B.shape[0]
+    place = torch.arange(pairs.shape[0], device=pairs.device)
+    expert = call.expert_ids.repeat_interleave(block)[: pairs.shape[0]].long()
+    valid = (place < call.num_tokens_post_padded.reshape(-1)[0]) & (pairs >= 0) & (pairs < num_pairs)
+    pair = pairs.long().clamp(0, max(num_pairs - 1, 0))
+    of_expert = valid & (expert >= 0) & (expert < num_experts)
+    return SortedPairs(pair, expert, place if call.c_sorted else pair, valid, of_expert)
+
+
+def row_lists(call: GemmCall, block: int, num_rows: int) -> RowLists:
+    """The pairs of each expert, and which rows of C are of no expert, by torch."""
+    listed, num_experts = sorted_pairs(call, block), call.B.shape[0]
+    key = torch.where(listed.of_expert, listed.expert, num_experts)
+    device = key.device
+    order = torch.sort(key, stable=True).indices
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=device).scatter_add_(0, key, torch.ones_like(key))
+    starts = counts.cumsum(0) - counts
+    source = torch.arange(len(key), device=device) if call.a_use_tma else listed.pair // call.top_k
+    zeros = None
+    if not call.c_sorted:
+        zeros = torch.zeros(num_rows + 1, dtype=torch.bool, device=device)
+        zeros.index_fill_(0, torch.where(listed.valid & ~listed.of_expert, listed.target, num_rows), True)
+        zeros = zeros[:-1]
+    return RowLists(
+        expert_row_start=starts[:-1].int(),
+        expert_num_tokens=counts[:-1].int(),
+        source=source[order].int(),
+        target=listed.target[order].int(),
+        factor=call.topk_weights.reshape(-1).float()[listed.pair[order]] if call.mul_routed_weight else None,
+        zeros=zeros,
+        expected_rows=max(-(-call.topk_ids.numel() // num_experts), 1),
+    )
