@@ -1,42 +1,43 @@
-"""What calls of one kind share, so that later ones are a lookup and one sequence of launches.
+"""What a first call finds for later ones of its kind, which are a lookup and one sequence of launches.
 
 A kind is all that checks and launches depend on: shapes, strides, dtypes and devices of tensors, flags and numbers, and
-of weights which tensors they are and where they lie. Values in a GPU's memory are no part of it.
+the identities and addresses of weights. Values in a GPU's memory are no part of it.
+
+Letters: T tokens, H hidden, K top-k, L local experts.
 """
 
 import functools
 import operator
 import threading
-import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ep_moe.experts import Experts
 from ep_moe.kernel_launch.plan_cache import PlanCache
+from ep_moe.local_moe import repeated_call
+from ep_moe.routing import Routing
+from ep_moe.weights import ExpertWeights
+
+if TYPE_CHECKING:
+    from ep_moe.kernel_launch.sequence import LaunchSequence
+    from ep_moe.local_moe.joined import JoinedCall
 
 _MOST_KEPT = 8192  # of one thread
-_MOST_PLANS = 1024  # of one call and thread
-
-Plan = TypeVar("Plan")
-_LIKE = operator.attrgetter("shape", "dtype", "device")
-_LIES = operator.attrgetter("shape", "dtype")  # where it lies says the device
-
-
-def kinds(tensors: Sequence[torch.Tensor]) -> tuple[object, ...]:
-    """All of tensors but their addresses and values, to look plans up by. Local."""
-    return (*map(_LIKE, tensors), *map(torch.Tensor.stride, tensors))
+_LIES = operator.attrgetter("shape", "dtype")  # the address identifies the device
+_VERSION = operator.attrgetter("_version")
 
 
 def identities(tensors: Sequence[torch.Tensor | None]) -> tuple[object, ...]:
-    """Which tensors these are, where they lie and of which kind; None for one that is absent. Local.
+    """Ids, addresses, shapes, dtypes and strides of tensors, for a key. Local.
 
-    An id says which tensor it is as long as the plan ends with the tensor (`CallPlans.keep`). Tensors that got other
-    memory, or another view of theirs (`tensor.data = ...`), are others.
+    An id identifies a tensor as long as the plan ends with it (`keep`). A tensor that got other memory, or another view
+    of its memory (`tensor.data = ...`), has another address or other strides.
     """
-    there = [tensor for tensor in tensors if tensor is not None]
-    lies = *map(torch.Tensor.data_ptr, there), *map(_LIES, there), *map(torch.Tensor.stride, there)
-    return (*map(id, tensors), *lies)
+    present = [tensor for tensor in tensors if tensor is not None]
+    places = *map(torch.Tensor.data_ptr, present), *map(_LIES, present), *map(torch.Tensor.stride, present)
+    return (*map(id, tensors), *places)
 
 
 @functools.lru_cache(maxsize=64)
@@ -62,44 +63,6 @@ def keep(key: Hashable, plan: object, device: torch.device, owners: Iterable[tor
         cache.keep(key, plan, owners=[tensor for tensor in owners if tensor is not None])
 
 
-class CallPlans(Generic[Plan]):
-    """The plans of one call by the kinds of its arguments, as long as the tensors exist whose ids are in a key."""
-
-    def __init__(self) -> None:
-        self._plans: dict[object, Plan] = {}
-        self._alive: dict[object, list[weakref.ref[torch.Tensor]]] = {}
-        self.get = self._plans.get
-
-    def keep(self, key: object, plan: Plan, device: torch.device, tensors: Iterable[torch.Tensor | None] = ()) -> None:
-        """Find this plan by the key from now on, unless a CUDA graph is captured, whose memory it might have.
-
-        Args:
-            device: of the call. tensors: whose ids are in the key. A plan must not hold them, which would stay alive,
-                but may hold detached views.
-        """
-        if capturing(device):
-            return
-        if len(self._plans) >= _MOST_PLANS:
-            self._plans.clear()
-            self._alive.clear()
-        forget = functools.partial(_forget, self._plans, self._alive, key)
-        self._alive[key] = [weakref.ref(tensor, forget) for tensor in tensors if tensor is not None]
-        self._plans[key] = plan
-
-
-def _forget(plans: dict[object, Any], alive: dict[object, Any], key: object, _: object) -> None:
-    plans.pop(key, None)
-    alive.pop(key, None)
-
-
-@functools.lru_cache(maxsize=64)
-def plans_of(call: str, thread: int) -> CallPlans[Any]:
-    """The plans of the calls of a name in one thread. Threads may share launches (`ep_moe.kernel_launch`), but a plan
-    has memory of its own, such as `CopiedScale`, which each call writes on its thread's stream."""
-    del call, thread
-    return CallPlans()
-
-
 class CopiedScale:
     """A caller's static scale, of which kernels read a copy for each expert, made again in each call.
 
@@ -120,6 +83,18 @@ class CopiedScale:
             return False
         self._own.copy_(given.reshape(-1))
         return True
+
+
+def writes(tensors: Sequence[torch.Tensor | None]) -> tuple[int, ...] | None:
+    """How often torch has written each tensor; None if that is unknown, or while a CUDA graph is captured. Local."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    if not present:
+        return ()
+    if True in map(torch.Tensor.is_inference, present):
+        return None
+    if present[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    return (*map(_VERSION, present),)
 
 
 def capturing(device: torch.device) -> bool:
@@ -161,3 +136,104 @@ def multiples(step: int, count: int, device: torch.device) -> torch.Tensor:
         return torch.arange(count, dtype=torch.int32, device=device) * step
 
     return _kept((step, count, device, "multiples"), device, make)
+
+
+class RoutedPlan:
+    """The launches of a call of `local_moe` that has returned, for calls that differ from it in addresses and values.
+
+    Args:
+        joined: the launches. weights: of that call. factor: multiplies the routing weights.
+        inner_scale: the caller's static scale of the intermediate, of which `weights` may have copies.
+        lists_tokens: tokens are among the lists of `listed`.
+    """
+
+    def __init__(
+        self,
+        joined: "JoinedCall",
+        weights: ExpertWeights,
+        factor: float,
+        inner_scale: torch.Tensor | None,
+        *,
+        lists_tokens: bool,
+    ) -> None:
+        self._joined, self._weights, self._factor, self._lists_tokens = joined, weights, factor, lists_tokens
+        self._inner_scale = CopiedScale(weights.w2_input_scale, inner_scale)
+
+    @classmethod
+    def of(
+        cls,
+        x: torch.Tensor,
+        routing: Routing,
+        weights: ExpertWeights,
+        experts: Experts,
+        *,
+        num_local_experts: int | None = None,
+        num_experts: int | None = None,
+        dtype: torch.dtype | None = None,
+        factor: float = 1.0,
+        inner_scale: torch.Tensor | None = None,
+        out: torch.Tensor | None,
+        before: "LaunchSequence | None" = None,
+    ) -> "RoutedPlan | None":
+        """The plan of a call of `local_moe` that has returned; None if it was no sequence of loaded launches.
+
+        Args: before: launches that find the routing, and perhaps tokens, as of `repeated_call`; the plan's calls are
+            then `listed`.
+        Local.
+        """
+        joined = repeated_call(
+            x,
+            routing,
+            weights,
+            experts,
+            before=before,
+            num_local_experts=num_local_experts,
+            num_experts=num_experts,
+            dtype=dtype,
+            out=out,
+        )
+        if joined is None or not joined.fix_weights():  # that they lie elsewhere is seen by who keeps the plan
+            return None
+        lists_tokens = before is not None and "tokens" in before.pieces
+        return cls(joined, weights, factor, inner_scale, lists_tokens=lists_tokens)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        out: torch.Tensor | None,
+        *,
+        static_scale: torch.Tensor | None = None,
+        inner_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """The weighted sum [T, H], or None, with nothing launched, if a tensor is not aligned to 16 bytes.
+
+        Args: static_scale, inner_scale: of the tokens and of the intermediate, if they are static.
+        Local, on the current stream, no host sync.
+        """
+        if topk_weights.dtype != torch.float32:
+            topk_weights = topk_weights.float()
+        if self._factor != 1.0:
+            topk_weights = topk_weights * self._factor
+        if not self._inner_scale.update(inner_scale):
+            return None
+        return self._joined(self._joined.inputs(x, topk_ids, topk_weights, static_scale), out)
+
+    def listed(
+        self,
+        x: torch.Tensor,
+        lists: Sequence[torch.Tensor],
+        out: torch.Tensor | None,
+        *,
+        static_scale: torch.Tensor | None = None,
+        inner_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """`__call__` where launches find the routing, which are given `lists`. Local, no host sync.
+
+        Args: x: tokens as the caller has them, also if they are listed.
+        """
+        if not self._inner_scale.update(inner_scale):
+            return None
+        first, _, _, *numbers = self._joined.inputs(x, lists[0], lists[0], static_scale)
+        return self._joined([*lists, *numbers] if self._lists_tokens else [first, *lists, *numbers], out)

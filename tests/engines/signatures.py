@@ -101,7 +101,7 @@ REFUSED = {  # members of enumerations; the others are computed
 }
 METHODS = [f"{method.value} {method.name.replace('_', '').lower()}" for method in RoutingMethod]
 IGNORED: tuple[tuple[str, str], ...] = (  # parameters and fields that nothing reads, and why
-    ("kept_weights.call kept_weights.thread plan_cache.thread plans_of.call plans_of.thread", "of a cache's key"),
+    ("plan_cache.thread", "of a cache's key"),
     (
         "B12xCall.w1_weight_sf B12xCall.w2_weight_sf Fp4Call.gemm1_weights_scale Fp4Call.gemm2_weights_scale"
         " GivenWeight.static_name",

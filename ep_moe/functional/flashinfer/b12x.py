@@ -11,9 +11,9 @@ import torch
 from ep_moe.config import ActivationConfig, ActivationKind
 from ep_moe.experts import Experts
 from ep_moe.functional.call import Operation, Weight, Written
-from ep_moe.functional.common import check_like, experts_for, mapped_ids, served_scheme, writes
+from ep_moe.functional.common import check_like, experts_for, mapped_ids, served_scheme
 from ep_moe.functional.flashinfer.formats import MXFP4, NVFP4, stored_weight
-from ep_moe.functional.routed_plan import RoutedPlan
+from ep_moe.functional.plans import RoutedPlan, writes
 from ep_moe.local_moe import local_moe
 from ep_moe.quant import Quantized, QuantScheme, StoredMatrix, quantize
 from ep_moe.routing import Routing

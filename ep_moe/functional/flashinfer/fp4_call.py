@@ -11,8 +11,9 @@ import torch
 
 from ep_moe.config import ActivationConfig, ActivationKind, RoutingConfig, RoutingMethod
 from ep_moe.functional.call import Weight, Written
-from ep_moe.functional.common import check_like, writes
+from ep_moe.functional.common import check_like
 from ep_moe.functional.flashinfer.formats import NVFP4, stored_weight
+from ep_moe.functional.plans import writes
 from ep_moe.quant import QuantScheme, StoredMatrix
 from ep_moe.weights import ExpertWeights, PerExpert
 

@@ -10,10 +10,9 @@ import torch
 
 from ep_moe.config import DTYPES, ActivationConfig, ActivationKind
 from ep_moe.functional.call import Operation, Weight
-from ep_moe.functional.common import check_like, experts_for, writes
+from ep_moe.functional.common import check_like, experts_for
 from ep_moe.functional.formats import Flags, GivenWeight, matrix_of, scale_is_view, scheme_of
-from ep_moe.functional.plans import capturing
-from ep_moe.functional.routed_plan import RoutedPlan
+from ep_moe.functional.plans import RoutedPlan, capturing, writes
 from ep_moe.functional.sglang.configs import ConfigsKey, configs_key, found_tiles, get_moe_configs, override_key
 from ep_moe.functional.sglang.pairs import pair_launches, rows_of
 from ep_moe.local_moe import local_moe

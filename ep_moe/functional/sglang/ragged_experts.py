@@ -16,7 +16,7 @@ from ep_moe.config import DTYPES, ActivationConfig
 from ep_moe.functional.call import Operation, Weight
 from ep_moe.functional.common import check_like, experts_for
 from ep_moe.functional.formats import scheme_of
-from ep_moe.functional.routed_plan import RoutedPlan
+from ep_moe.functional.plans import RoutedPlan
 from ep_moe.functional.sglang.configs import found_tiles, override_key
 from ep_moe.functional.sglang.experts import (
     ConfiguredPlan,
