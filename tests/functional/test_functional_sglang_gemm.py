@@ -1,13 +1,12 @@
 """SGLang's `invoke_fused_moe_kernel` and its configs, against float64 loops written from its documentation alone."""
 
-import inspect
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from sglang_oracle import (
+from helpers.sglang_oracle import (
     EXPERTS,
     FORMATS,
     HIDDEN,
@@ -22,7 +21,6 @@ from sglang_oracle import (
     rounded,
 )
 
-from ep_moe.functional import sglang
 from ep_moe.functional.formats import Flags
 from ep_moe.functional.sglang import (
     get_config,
@@ -41,14 +39,6 @@ from ep_moe.testing import worst_row_error
 BLOCK = 16
 CONFIG = {"BLOCK_SIZE_M": BLOCK, "BLOCK_SIZE_N": 32, "BLOCK_SIZE_K": 64, "GROUP_SIZE_M": 1, "num_stages": 2}
 PAIRS = TOKENS * TOPK
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def arguments(name: str, **changes: Any) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
@@ -279,33 +269,6 @@ def test_compiled_into_one_graph() -> None:
 
     found = torch.compile(call, backend="aot_eager", fullgraph=True)(given["A"])
     assert torch.equal(found, call(given["A"]))
-
-
-SEEDS_ARGUMENTS = {
-    "invoke_fused_moe_kernel": (
-        "A B bias C A_scale B_scale B_zp topk_weights topk_ids sorted_token_ids expert_ids num_tokens_post_padded "
-        "mul_routed_weight top_k config compute_type use_fp8_w8a8 use_int8_w8a8 use_int8_w8a16 use_int4_w4a16 "
-        "per_channel_quant block_shape=None no_combine=False a_use_tma=False b_use_tma=False c_sorted=False "
-        "filter_expert=True fuse_sum_all_reduce=False router_topk=1 fuse_add_to_output=False add_output_mask=None "
-        "mask_output=False lora_preserve_base=False fuse_swiglu=False a_output_slices=1"
-    ),
-    "override_config": "config",
-    "get_config": "",
-    "get_moe_configs": "E N dtype block_n=0 block_k=0 per_channel_quant=False down_moe=False",
-    "get_default_config": "M E N K topk dtype is_marlin block_shape=None",
-    "try_get_optimal_moe_config": (
-        "w1_shape w2_shape top_k dtype M is_marlin=False block_shape=None per_channel_quant=False "
-        "return_down_config=False"
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SEEDS_ARGUMENTS)
-def test_names_order_and_defaults(name: str) -> None:
-    parameters = inspect.signature(getattr(sglang, name)).parameters.values()
-    empty = inspect.Parameter.empty
-    found = [one.name + ("" if one.default is empty else f"={one.default!r}") for one in parameters]
-    assert " ".join(found) == SEEDS_ARGUMENTS[name]
 
 
 # Configs

@@ -1,15 +1,24 @@
 """SGLang's `triton_kernel_*` calls against float64 loops over experts, written from triton_kernels' documentation."""
 
 import dataclasses
-import inspect
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from sglang_oracle import EXPERTS, HIDDEN, INNER, LIMITS, ROUNDED_LIMIT, TOKENS, TOPK, activated, generator, rounded
+from helpers.sglang_oracle import (
+    EXPERTS,
+    HIDDEN,
+    INNER,
+    LIMITS,
+    ROUNDED_LIMIT,
+    TOKENS,
+    TOPK,
+    activated,
+    generator,
+    rounded,
+)
 
-from ep_moe.functional import sglang
 from ep_moe.functional.sglang import (
     MoeRunnerConfig,
     RaggedTensorMetadata,
@@ -25,14 +34,6 @@ from ep_moe.testing import worst_row_error
 
 ALPHA, LIMIT = 1.702, 0.9
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @dataclasses.dataclass
@@ -307,36 +308,3 @@ def test_bad_forms_with_bias() -> None:
             ValueError, match=rf"moe_runner_config.{next(iter(options))} \({next(iter(options.values()))}"
         ):
             forward(made.x, *weights, made.routing, MoeRunnerConfig(**options))
-
-
-LAST = (
-    "use_fp8_w8a8=False per_channel_quant=False global_num_experts=-1 expert_map=None w1_scale=None w2_scale=None "
-    "a1_scale=None a2_scale=None block_shape=None"
-)
-ROUTING = "a_ragged_metadata gather_indx scatter_indx gate_scal n_expts_act"
-SEEDS_ARGUMENTS = {
-    "TritonKernelTopKOutput": ROUTING,
-    "quantize": "w dtype dev opt",
-    "triton_kernel_moe_forward": (
-        f"hidden_states w1 w2 topk_output moe_runner_config apply_router_weight_on_input=False {LAST}"
-    ),
-    "triton_kernel_fused_experts": (
-        f"hidden_states w1 w2 {ROUTING} inplace=False activation='silu' apply_router_weight_on_input=False {LAST}"
-    ),
-    "triton_kernel_moe_with_bias_forward": (
-        "hidden_states w1 w1_pcg b1 w2 w2_pcg b2 topk_output moe_runner_config apply_router_weight_on_input=False "
-        f"{LAST}"
-    ),
-    "triton_kernel_fused_experts_with_bias": (
-        f"hidden_states w1 w1_pcg b1 w2 w2_pcg b2 {ROUTING} inplace=False activation='silu' "
-        f"apply_router_weight_on_input=False {LAST} gemm1_alpha=None gemm1_clamp_limit=None"
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SEEDS_ARGUMENTS)
-def test_names_order_and_defaults(name: str) -> None:
-    parameters = inspect.signature(getattr(sglang, name)).parameters.values()
-    empty = inspect.Parameter.empty
-    found = [one.name + ("" if one.default is empty else f"={one.default!r}") for one in parameters]
-    assert " ".join(found) == SEEDS_ARGUMENTS[name]

@@ -1,7 +1,6 @@
 """SGLang's `FusedMoE` and its relatives: checkpoints in real layouts, flags, shares of ranks, against float64."""
 
 import dataclasses
-import inspect
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +9,8 @@ from typing import Any
 import fp4_oracle
 import pytest
 import torch
+from helpers.sglang_oracle import LIMITS, activated, generator, rounded
 from safetensors.torch import load_file, save_file
-from sglang_oracle import LIMITS, activated, generator, rounded
 
 from ep_moe.functional.sglang import (
     BypassedTopKOutput,
@@ -37,14 +36,6 @@ from ep_moe.weights.writing import write_quantized
 EXPERTS, TOPK, TOKENS, HIDDEN, INNER = 5, 2, 12, 64, 96
 PREFIX = "model.layers.1.mlp.experts"
 LLAMA = ("gate_proj", "down_proj", "up_proj")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def ranks(monkeypatch: pytest.MonkeyPatch, rank: int, ep: int = 1, tp: int = 1) -> MoeParallel:
@@ -680,28 +671,6 @@ def test_bad_tensors_are_named(plain: Path) -> None:
             layer(x, BypassedTopKOutput(x, logits, TopKConfig(top_k=TOPK, **options)))
     with pytest.raises(ValueError, match="expert_location_dispatch_info is given"):
         layer(x, BypassedTopKOutput(x, logits, TopKConfig(top_k=TOPK), None, 1))
-
-
-def test_names_order_and_defaults() -> None:
-    parameters = list(inspect.signature(FusedMoE).parameters.values())
-    empty = inspect.Parameter.empty
-    found = [one.name + ("" if one.default is empty else f"={one.default!r}") for one in parameters]
-    assert " ".join(found[:-1]) == (
-        "num_experts hidden_size intermediate_size layer_id top_k=None num_fused_shared_experts=0 params_dtype=None "
-        "reduce_results=False quant_config=None prefix='' activation='silu' apply_router_weight_on_input=False "
-        "use_presharded_weights=False inplace=True no_combine=False routed_scaling_factor=None gemm1_alpha=None "
-        "gemm1_beta=None gemm1_clamp_limit=None swiglu_limit=None use_weight_loader_fused=False with_bias=False "
-        "routing_method_type=None is_gated=True gate_up_interleaved=True enable_qwen35_fp8_deferred_finalize=False "
-        "quant_method=None uses_expert_location=True"
-    )
-    assert parameters[-1].kind is inspect.Parameter.KEYWORD_ONLY
-    loaders = {
-        "weight_loader": "self param loaded_weight weight_name shard_id expert_id",
-        "weight_loader_fused": "self param loaded_weight weight_name shard_id",
-        "forward": "self hidden_states topk_output pre_quant_input",
-    }
-    for name, arguments in loaders.items():
-        assert list(inspect.signature(getattr(FusedMoE, name)).parameters) == arguments.split()
 
 
 def test_the_same_as_the_call(plain: Path, tmp_path: Path) -> None:

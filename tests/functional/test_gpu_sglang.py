@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_oracle import EXPERTS, FORMATS, HIDDEN, INNER, TOKENS, TOPK, generator, made
+from helpers.sglang_oracle import EXPERTS, FORMATS, HIDDEN, INNER, TOKENS, TOPK, generator, made
 
 from ep_moe.functional.sglang import (
     FusedMoE,

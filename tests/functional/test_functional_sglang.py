@@ -5,13 +5,14 @@ Cases that take `run` are computed by torch and, marked `gpu`, by kernels: on a 
 
 import dataclasses
 import inspect
+import operator
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from sglang_oracle import (
+from helpers.sglang_oracle import (
     EXPERTS,
     FORMATS,
     HIDDEN,
@@ -42,15 +43,6 @@ from ep_moe.functional.sglang import (
 )
 from ep_moe.functional.sglang.experts import activation_config
 from ep_moe.testing import worst_row_error
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """For tiny operators a second one costs more than it saves."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -291,6 +283,11 @@ COMMON = f"activation='silu' is_gated=True apply_router_weight_on_input=False {F
 NUMBERS = "routed_scaling_factor=None gemm1_alpha=None gemm1_limit=None filter_expert=True swiglu_limit=None"
 LAST = f"{NUMBERS} gate_up_interleaved=True a1_q=None fuse_swiglu_interleaved=False"
 KEEP = "no_combine_keep_router_weight=False"
+RAGGED = (
+    "use_fp8_w8a8=False per_channel_quant=False global_num_experts=-1 expert_map=None w1_scale=None w2_scale=None "
+    "a1_scale=None a2_scale=None block_shape=None"
+)
+ROUTING = "a_ragged_metadata gather_indx scatter_indx gate_scal n_expts_act"
 SEEDS_ARGUMENTS = {
     "inplace_fused_experts": f"{TENSORS} {COMMON} {LAST}",
     "outplace_fused_experts": f"{TENSORS} {COMMON} no_combine=False {LAST} {KEEP}",
@@ -318,6 +315,49 @@ SEEDS_ARGUMENTS = {
     "swiglu_no_interleaved_with_alpha_and_limit": "x gemm1_alpha gemm1_limit",
     "get_config_dtype_str": ("dtype use_int8_w8a16=False use_int4_w4a16=False use_fp8_w8a8=False use_int8_w8a8=False"),
     "get_config_file_name": "E N dtype block_shape=None per_channel_quant=False down_moe=False",
+    "invoke_fused_moe_kernel": (
+        "A B bias C A_scale B_scale B_zp topk_weights topk_ids sorted_token_ids expert_ids num_tokens_post_padded "
+        "mul_routed_weight top_k config compute_type use_fp8_w8a8 use_int8_w8a8 use_int8_w8a16 use_int4_w4a16 "
+        "per_channel_quant block_shape=None no_combine=False a_use_tma=False b_use_tma=False c_sorted=False "
+        "filter_expert=True fuse_sum_all_reduce=False router_topk=1 fuse_add_to_output=False add_output_mask=None "
+        "mask_output=False lora_preserve_base=False fuse_swiglu=False a_output_slices=1"
+    ),
+    "override_config": "config",
+    "get_config": "",
+    "get_moe_configs": "E N dtype block_n=0 block_k=0 per_channel_quant=False down_moe=False",
+    "get_default_config": "M E N K topk dtype is_marlin block_shape=None",
+    "try_get_optimal_moe_config": (
+        "w1_shape w2_shape top_k dtype M is_marlin=False block_shape=None per_channel_quant=False "
+        "return_down_config=False"
+    ),
+    "TritonKernelTopKOutput": ROUTING,
+    "quantize": "w dtype dev opt",
+    "triton_kernel_moe_forward": (
+        f"hidden_states w1 w2 topk_output moe_runner_config apply_router_weight_on_input=False {RAGGED}"
+    ),
+    "triton_kernel_fused_experts": (
+        f"hidden_states w1 w2 {ROUTING} inplace=False activation='silu' apply_router_weight_on_input=False {RAGGED}"
+    ),
+    "triton_kernel_moe_with_bias_forward": (
+        "hidden_states w1 w1_pcg b1 w2 w2_pcg b2 topk_output moe_runner_config apply_router_weight_on_input=False "
+        f"{RAGGED}"
+    ),
+    "triton_kernel_fused_experts_with_bias": (
+        f"hidden_states w1 w1_pcg b1 w2 w2_pcg b2 {ROUTING} inplace=False activation='silu' "
+        f"apply_router_weight_on_input=False {RAGGED} gemm1_alpha=None gemm1_clamp_limit=None"
+    ),
+    "FusedMoE": (
+        "num_experts hidden_size intermediate_size layer_id top_k=None num_fused_shared_experts=0 params_dtype=None "
+        "reduce_results=False quant_config=None prefix='' activation='silu' apply_router_weight_on_input=False "
+        "use_presharded_weights=False inplace=True no_combine=False routed_scaling_factor=None gemm1_alpha=None "
+        "gemm1_beta=None gemm1_clamp_limit=None swiglu_limit=None use_weight_loader_fused=False with_bias=False "
+        "routing_method_type=None is_gated=True gate_up_interleaved=True enable_qwen35_fp8_deferred_finalize=False "
+        "quant_method=None uses_expert_location=True"
+        " parallel=None"
+    ),
+    "FusedMoE.weight_loader": "self param loaded_weight weight_name shard_id expert_id",
+    "FusedMoE.weight_loader_fused": "self param loaded_weight weight_name shard_id",
+    "FusedMoE.forward": "self hidden_states topk_output pre_quant_input=None",
 }
 
 
@@ -328,7 +368,7 @@ def defaulted(parameter: inspect.Parameter) -> str:
 
 @pytest.mark.parametrize("name", SEEDS_ARGUMENTS)
 def test_names_order_and_defaults(name: str) -> None:
-    parameters = inspect.signature(getattr(sglang, name)).parameters.values()
+    parameters = inspect.signature(operator.attrgetter(name)(sglang)).parameters.values()
     assert " ".join(map(defaulted, parameters)) == SEEDS_ARGUMENTS[name]
 
 

@@ -1,0 +1,3 @@
+"""One thread for these tests."""
+
+from helpers.threads import one_thread  # noqa: F401
