@@ -6,9 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import fp4_oracle
 import pytest
 import torch
+from helpers import fp4_oracle
 from helpers.sglang_oracle import LIMITS, activated, generator, rounded
 from safetensors.torch import load_file, save_file
 

@@ -3,9 +3,9 @@
 import functools
 from typing import Any
 
-import fp4_oracle
 import pytest
 import torch
+from helpers import fp4_oracle
 
 from ep_moe.experts import create_experts
 from ep_moe.experts.prepared import PreparedCall

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import fp4_oracle
 import pytest
 import torch
+from helpers import fp4_oracle
 
 from ep_moe.experts import create_experts
 from ep_moe.functional import common, plans

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fp4_oracle import Layer, choose, random_layer, random_stored, real, round_nvfp4
+from helpers.fp4_oracle import Layer, choose, random_layer, random_stored, real, round_nvfp4
 
 from ep_moe.functional.flashinfer import (
     b12x_fused_moe,
