@@ -12,10 +12,10 @@ marked `Written` is an input that the operator writes. All other fields are numb
         output: Written | None
 
     def _compute(call: ScaleCall) -> torch.Tensor:
-        key, plan = _SCALE.find(call)  # what `keep` has been given for a call like this one, or None
+        key, plan = _SCALE.find(call)  # the plan that an earlier call like this one has kept, or None
         if plan is not None:
             return plan(call)
-        weights = _SCALE.made(call, functools.partial(_checked, call))  # of earlier calls with these weights
+        weights = _SCALE.made(call, functools.partial(_checked, call))  # made once for the same weights
         ...
         _SCALE.keep(key, plan, call)
         return result
@@ -66,9 +66,9 @@ class Operation(Generic[Call, Result]):
 
     Args:
         name: of the operator, behind "ep_moe::". call: the NamedTuple. compute: the eager call.
-        new: makes the results of a call, undefined: what compiled code gets, of which the operator writes `result`.
-        result: the field that the operator writes and `compute` returns, None if its results are new tensors.
-        num_results: how many these are; `compute` returns a tuple unless it is 1.
+        new: makes undefined results of a call, for the operator's fake, or for `result` if a compiled call has none.
+        result: the field that `compute` and the operator write. If None, both return new tensors.
+        num_results: the number of new tensors; `compute` returns a tuple unless it is 1.
     """
 
     def __init__(
