@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from helpers import fp4_oracle
-from helpers.sglang_oracle import LIMITS, activated, generator, rounded
-from safetensors.torch import load_file, save_file
+from helpers.sglang_oracle import LIMITS, LLAMA, activated, check, generator, load, ranks, rounded, same, tensors_of
+from safetensors.torch import save_file
 
 from ep_moe.functional.sglang import (
     BypassedTopKOutput,
@@ -35,14 +35,6 @@ from ep_moe.weights.writing import write_quantized
 
 EXPERTS, TOPK, TOKENS, HIDDEN, INNER = 5, 2, 12, 64, 96
 PREFIX = "model.layers.1.mlp.experts"
-LLAMA = ("gate_proj", "down_proj", "up_proj")
-
-
-def ranks(monkeypatch: pytest.MonkeyPatch, rank: int, ep: int = 1, tp: int = 1) -> MoeParallel:
-    """This process as a rank of several, without a group."""
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: ep * tp)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: rank)
-    return MoeParallel(ep_size=ep, tp_size=tp)
 
 
 def config(family: str, directory: Path, **more: Any) -> None:
@@ -77,28 +69,6 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        found |= load_file(path)
-    return found
-
-
-def load(layer: FusedMoE, directory: Path) -> int:
-    """As SGLang's models load experts: a part of each name is replaced, and the parameter's loader called."""
-    parameters = {f"{PREFIX}.{name}": parameter for name, parameter in layer.named_parameters()}
-    gate, down, up = LLAMA
-    mapping, count = FusedMoE.make_expert_params_mapping(gate, down, up, EXPERTS), 0
-    for name, tensor in tensors_of(directory).items():
-        for parameter, part, expert, shard in mapping:
-            if part in name and ".weight_shape" not in name:
-                renamed = name.replace(part, parameter)
-                own = parameters[renamed]
-                own.weight_loader(own, tensor, renamed, shard_id=shard, expert_id=expert)
-                count += 1
-    return count
-
-
 def load_fused(layer: FusedMoE, directory: Path, mapping: list[tuple[str, str, str]]) -> None:
     parameters = {f"{PREFIX}.{name}": parameter for name, parameter in layer.named_parameters()}
     tensors, used = tensors_of(directory), set()
@@ -111,17 +81,6 @@ def load_fused(layer: FusedMoE, directory: Path, mapping: list[tuple[str, str, s
             own.weight_loader(own, tensor, name, shard)
             used.add(name)
     assert used == set(tensors)
-
-
-def same(layer: FusedMoE, directory: Path, rank: int, size: int) -> None:
-    """The layer's weights are those of our own loader, bit for bit."""
-    expected = ExpertWeights.from_pretrained(directory, Placement.linear(EXPERTS, size), rank)[1]
-    found = layer.expert_weights
-    assert found.scheme == expected.scheme
-    assert found.named_tensors.keys() == expected.named_tensors.keys()
-    for name, tensor in expected.named_tensors.items():
-        assert_same_bits(found.named_tensors[name], tensor, name)
-    assert layer.expert_weights is found
 
 
 SCHEMES = [
@@ -293,9 +252,7 @@ def summed(plain: Path, x: torch.Tensor, output: StandardTopKOutput, layer: Fuse
 
 def close(found: torch.Tensor, expected: torch.Tensor, factor: float = 1.0) -> None:
     assert found.dtype == torch.bfloat16
-    expected, found = expected.reshape(-1, HIDDEN), found.reshape(-1, HIDDEN)
-    busy = ~(expected == 0).all(1)
-    assert float(worst_row_error(found[busy], expected[busy])) < LIMITS[torch.bfloat16] * factor
+    check(found, expected, LIMITS[torch.bfloat16] * factor)
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -10,53 +10,20 @@ from typing import Any
 import pytest
 import torch
 from helpers.quantized_layouts import EXPERTS, GROUP, HIDDEN, INTERMEDIATE, LAYOUTS, ActOrder, base, layer_of, write
+from helpers.sglang_oracle import load, ranks, same
 from safetensors.torch import load_file, save_file
 
-from ep_moe.functional.sglang import FusedMoE, MoeParallel, StandardTopKOutput
-from ep_moe.placement import Placement
+from ep_moe.functional.sglang import FusedMoE, StandardTopKOutput
 from ep_moe.testing import assert_same_bits, worst_row_error
-from ep_moe.weights import ExpertWeights
 
-PREFIX, LLAMA, TOKENS, TOPK = "model.layers.0.mlp.experts", ("gate_proj", "down_proj", "up_proj"), 9, 2
+PREFIX, TOKENS, TOPK = "model.layers.0.mlp.experts", 9, 2
 PACKED = [name for name in LAYOUTS if name.startswith(("gptq", "awq", "pack_quantized"))]
 LIMIT = 2e-2  # sums in bfloat16 weights' dtype, and an intermediate in bfloat16
-
-
-def ranks(monkeypatch: pytest.MonkeyPatch, rank: int, ep: int = 1, tp: int = 1) -> MoeParallel:
-    """This process as a rank of several, without a group."""
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: ep * tp)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: rank)
-    return MoeParallel(ep_size=ep, tp_size=tp)
 
 
 def made(name: str, **options: Any) -> FusedMoE:
     given = {"params_dtype": torch.bfloat16, "quant_config": LAYOUTS[name].config, "inplace": False} | options
     return FusedMoE(EXPERTS, HIDDEN, INTERMEDIATE, 0, **given)
-
-
-def load(layer: FusedMoE, tensors: dict[str, torch.Tensor], *, only: str = "") -> int:
-    """As SGLang's models load experts: a part of each name is replaced, and the parameter's loader called."""
-    parameters = {f"{PREFIX}.{name}": parameter for name, parameter in layer.named_parameters()}
-    gate, down, up = LLAMA
-    count = 0
-    for name, tensor in tensors.items():
-        for parameter, part, expert, shard in FusedMoE.make_expert_params_mapping(gate, down, up, EXPERTS):
-            if part in name and only in name:
-                renamed = name.replace(part, parameter)
-                own = parameters[renamed]
-                own.weight_loader(own, tensor, name, shard_id=shard, expert_id=expert)
-                count += 1
-    return count
-
-
-def same(layer: FusedMoE, directory: Path, rank: int = 0, size: int = 1) -> None:
-    """The layer's weights are those of our own loader, bit for bit."""
-    expected = ExpertWeights.from_pretrained(directory, Placement.linear(EXPERTS, size), rank)[0]
-    found = layer.expert_weights
-    assert found.scheme == expected.scheme
-    assert found.named_tensors.keys() == expected.named_tensors.keys()
-    for name, tensor in expected.named_tensors.items():
-        assert_same_bits(found.named_tensors[name], tensor, name)
 
 
 def routed() -> tuple[torch.Tensor, StandardTopKOutput]:

@@ -15,6 +15,7 @@ from helpers.sglang_oracle import (
     TOKENS,
     TOPK,
     activated,
+    check,
     generator,
     rounded,
 )
@@ -102,13 +103,6 @@ def rows(made: Layer, w1: torch.Tensor, w2: torch.Tensor, **how: Any) -> torch.T
     return out
 
 
-def check(found: torch.Tensor, expected: torch.Tensor, limit: float = LIMITS[torch.bfloat16]) -> None:
-    assert (found.dtype, found.shape) == (torch.bfloat16, expected.shape)
-    idle = (expected == 0).all(1)
-    assert bool((found[idle] == 0).all())
-    assert float(worst_row_error(found[~idle], expected[~idle])) < limit
-
-
 @pytest.mark.parametrize("on_input", [False, True], ids=["", "on_input"])
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 def test_fused_experts(activation: str, on_input: bool) -> None:
@@ -117,6 +111,7 @@ def test_fused_experts(activation: str, on_input: bool) -> None:
     flags = {"activation": activation, "apply_router_weight_on_input": on_input}
     limit = LIMITS[torch.bfloat16] * (2 if on_input else 1)  # tokens are rounded once more
     found = triton_kernel_fused_experts(made.x, made.w1, made.w2, *made.routing, **flags)
+    assert found.dtype == torch.bfloat16
     check(found, expected, limit)
     turned = [w.transpose(1, 2).contiguous().transpose(1, 2) for w in (made.w1, made.w2)]
     assert torch.equal(triton_kernel_fused_experts(made.x, *turned, *made.routing, **flags), found)

@@ -3,10 +3,18 @@
 import dataclasses
 import functools
 import math
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from safetensors.torch import load_file
+
+from ep_moe.functional.sglang import FusedMoE, MoeParallel
+from ep_moe.placement import Placement
+from ep_moe.testing import assert_same_bits, worst_row_error
+from ep_moe.weights import ExpertWeights
 
 EXPERTS, TOPK, TOKENS, HIDDEN, INNER = 6, 3, 20, 64, 96
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 3e-3}
@@ -15,6 +23,58 @@ ROUNDED_LIMIT = 2e-2  # of tokens in 8 bits: a value near a rounding boundary ma
 
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+LLAMA = ("gate_proj", "down_proj", "up_proj")
+
+
+def check(found: torch.Tensor, expected: torch.Tensor, limit: float = LIMITS[torch.bfloat16]) -> None:
+    """Rows are within the limit; those that are zeros in `expected` are zeros."""
+    assert found.shape == expected.shape
+    found, expected = found.flatten(0, -2), expected.flatten(0, -2)
+    idle = (expected == 0).all(1)
+    assert bool((found[idle] == 0).all())
+    assert float(worst_row_error(found[~idle], expected[~idle])) < limit
+
+
+def ranks(monkeypatch: pytest.MonkeyPatch, rank: int, ep: int = 1, tp: int = 1) -> MoeParallel:
+    """This process as a rank of several, without a group."""
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: ep * tp)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: rank)
+    return MoeParallel(ep_size=ep, tp_size=tp)
+
+
+def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint."""
+    return {
+        name: tensor for path in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(path).items()
+    }
+
+
+def load(layer: FusedMoE, checkpoint: Path | dict[str, torch.Tensor], *, only: str = "") -> int:
+    """As SGLang's models load experts: a part of each name is replaced, and the parameter's loader called."""
+    tensors = tensors_of(checkpoint) if isinstance(checkpoint, Path) else checkpoint
+    parameters = dict(layer.named_parameters())
+    mapping, count = FusedMoE.make_expert_params_mapping(*LLAMA, layer.num_experts), 0
+    for name, tensor in tensors.items():
+        for parameter, part, expert, shard in mapping:
+            renamed = name.replace(part, parameter).rpartition("experts.")[2] if part in name and only in name else ""
+            if renamed in parameters:
+                own = parameters[renamed]
+                own.weight_loader(own, tensor, name, shard_id=shard, expert_id=expert)
+                count += 1
+    return count
+
+
+def same(layer: FusedMoE, directory: Path, rank: int = 0, size: int = 1) -> None:
+    """The layer's weights are those of our own loader, bit for bit."""
+    [expected] = ExpertWeights.from_pretrained(directory, Placement.linear(layer.num_experts, size), rank).values()
+    found = layer.expert_weights
+    assert found.scheme == expected.scheme
+    assert found.named_tensors.keys() == expected.named_tensors.keys()
+    for name, tensor in expected.named_tensors.items():
+        assert_same_bits(found.named_tensors[name], tensor, name)
+    assert layer.expert_weights is found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
