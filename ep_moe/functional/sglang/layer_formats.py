@@ -6,10 +6,11 @@ scales, V stored values of a row.
 
 import dataclasses
 import fnmatch
+import functools
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -27,21 +28,13 @@ SKIPPED_KEYS = ("ignored_layers", "modules_to_not_convert", "exclude_modules", "
 READ = (
     "fp8, mxfp8, blockwise_int8, w8a8_fp8, w8a8_int8, modelopt, modelopt_fp4, mxfp4, gptq, awq and compressed-tensors"
 )
-# SGLang's names of methods: attributes that are keys of a quantization_config, or the one that holds all of it
-_ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
-    "fp8": {key: key for key in ("activation_scheme", "weight_block_size", "is_checkpoint_fp8_serialized")},
-    "mxfp8": {},
-    "blockwise_int8": {"activation_scheme": "activation_scheme", "weight_block_size": "weight_block_size"},
-    "w8a8_fp8": {},
-    "w8a8_int8": {},
-    "mxfp4": {},
-    "gptq": {
-        "bits": "weight_bits",
-        "group_size": "group_size",
-        "checkpoint_format": "checkpoint_format",
-        "dynamic": "dynamic",
-    },
-    "awq": {"bits": "weight_bits", "group_size": "group_size", "zero_point": "zero_point"},
+# SGLang's names of methods: keys of a quantization_config that are attributes, or the attribute that holds all of it
+_KEYS: Mapping[str, str] = {
+    "fp8": "activation_scheme weight_block_size is_checkpoint_fp8_serialized",
+    "blockwise_int8": "activation_scheme weight_block_size",
+    "gptq": "bits group_size checkpoint_format dynamic",
+    "awq": "bits group_size zero_point",
+    **dict.fromkeys(("mxfp8", "w8a8_fp8", "w8a8_int8", "mxfp4"), ""),
 }
 _WHOLE = {
     "gptq_marlin": "full_config",
@@ -66,8 +59,9 @@ def as_mapping(quant_config: Any) -> Mapping[str, Any]:
     skipped = {key: list(found) for key in SKIPPED_KEYS if (found := getattr(quant_config, key, None))}
     if name in _MODELOPT:
         return {"quant_method": "modelopt", "quant_algo": _MODELOPT[name], **skipped}
-    if name in _ATTRIBUTES:
-        found = {key: getattr(quant_config, attribute, None) for key, attribute in _ATTRIBUTES[name].items()}
+    if name in _KEYS:
+        attributes = {key: "weight_bits" if key == "bits" else key for key in _KEYS[name].split()}
+        found = {key: getattr(quant_config, attribute, None) for key, attribute in attributes.items()}
         if name == "gptq":
             found |= {"sym": False, "checkpoint_format": found["checkpoint_format"] or None}
         return {"quant_method": name, **found, **skipped}
@@ -224,7 +218,7 @@ class Part:
     """
 
     name: str
-    field: Literal["w13", "w2"]
+    field: str
     what: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -257,7 +251,7 @@ def parts_of(
         if stored.granularity == "group" and columns % stored.block[1]:
             raise ValueError(f"{field} has {columns} columns, groups of {stored.block[1]} do not divide them")
         name, shard = f"{field}_{{}}".format, 0 if first else 1
-        both = (2,) if first else ()
+        both, part = (2,) if first else (), functools.partial(Part, field=field, halves=first)
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype, int | None]] = {
             "values": ((rows, stored.row_values(columns)), stored.dtype or dtype, shard)
         }
@@ -269,42 +263,21 @@ def parts_of(
         if "global_scale" in form.names:
             shapes["global_scale"] = (both, torch.float32, None)
         for what, (shape, kind, axis) in shapes.items():
-            yield Part(
-                name=name(form.names[what]),
-                field=field,  # type: ignore[arg-type]
-                what=what,
-                shape=(num_local_experts, *shape),
-                dtype=kind,
-                shard=axis,
-                halves=first,
-            )
+            named = form.names[what]
+            yield part(name=name(named), what=what, shape=(num_local_experts, *shape), dtype=kind, shard=axis)
         if with_bias:
             yield bias_part(field, num_local_experts, rows, dtype)
         others = {"input_scale": ()} if form.static else dict.fromkeys(form.unread, both)
         for suffix, shape in others.items():
-            yield Part(
-                name=name(suffix),
-                field=field,  # type: ignore[arg-type]
-                what="input_scale" if form.static else "unread",
-                shape=(num_experts, *shape),
-                dtype=torch.float32,
-                all_experts=True,
-                halves=first,
-            )
+            what, kind = "input_scale" if form.static else "unread", torch.float32
+            yield part(name=name(suffix), what=what, shape=(num_experts, *shape), dtype=kind, all_experts=True)
 
 
 def bias_part(field: str, num_local_experts: int, rows: int, dtype: torch.dtype) -> Part:
     """The biases of a field."""
-    first = field == "w13"
-    return Part(
-        name=f"{field}_weight_bias",
-        field=field,  # type: ignore[arg-type]
-        what="bias",
-        shape=(num_local_experts, rows),
-        dtype=dtype,
-        shard=0 if first else None,
-        halves=first,
-    )
+    first, name, shape = field == "w13", f"{field}_weight_bias", (num_local_experts, rows)
+    shard = 0 if first else None
+    return Part(name=name, field=field, what="bias", shape=shape, dtype=dtype, shard=shard, halves=first)
 
 
 def _scale_shape(stored: TensorFormat, rows: int, columns: int, first: bool) -> tuple[tuple[int, ...]]:

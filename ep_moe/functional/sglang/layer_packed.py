@@ -6,6 +6,7 @@ runtime's own format, so that nothing is held twice.
 Letters: E experts, L local experts, N and K rows and columns of a weight, V stored values of a row, G scale groups.
 """
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -49,15 +50,8 @@ def packed_parts(
         unread = [suffix for suffix in (_SHAPE, ".qzeros") if suffix in method.dropped]
         named |= {f"unread{suffix}": (suffix, (num_local_experts, 0), torch.uint8) for suffix in unread}
         for what, (suffix, shape, dtype_of_part) in named.items():
-            yield Part(
-                name=f"{field}_{suffix[1:]}",
-                field=field,  # type: ignore[arg-type]
-                what=what.partition(".")[0],
-                shape=shape,
-                dtype=dtype_of_part,
-                halves=first,
-                method=method,
-            )
+            part = functools.partial(Part, name=f"{field}_{suffix[1:]}", field=field, what=what.partition(".")[0])
+            yield part(shape=shape, dtype=dtype_of_part, halves=first, method=method)
         if with_bias:
             yield bias_part(field, num_local_experts, rows, dtype)
 
