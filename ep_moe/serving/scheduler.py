@@ -219,7 +219,15 @@ class Scheduler:
             if place is None:
                 break
             rank, row = place
-            start = RowStart(row=row, **dataclasses.asdict(generation))
+            assert generation.max_new_tokens is not None
+            start = RowStart(
+                row=row,
+                prompt=generation.prompt,
+                max_new_tokens=generation.max_new_tokens,
+                temperature=generation.temperature,
+                top_p=generation.top_p,
+                seed=generation.seed,
+            )
             sequence = _Sequence(ticket=ticket, rank=rank, start=start)
             self._rows[rank][row] = sequence
             new.append(sequence)

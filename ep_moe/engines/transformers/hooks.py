@@ -54,11 +54,13 @@ class ModuleWeights:
 
     Parameters in our memory order are used in place. Transposed and interleaved ones are copied in each call, since
     writes to them cannot be detected; `from_pretrained` and `shard_experts` copy once and are faster for such a model.
+
+    Args: weights: of the module, kept if they are its parameters in place.
     """
 
-    def __init__(self, module: ExpertsModule) -> None:
-        self.first, self._state = weights_of(module), state_of(module)
-        self.in_place = are_views(self.first, module)
+    def __init__(self, module: ExpertsModule, weights: ExpertWeights) -> None:
+        self._state = state_of(module)
+        self.kept = weights if are_views(weights, module) else None
 
     def serves(self, module: ExpertsModule) -> bool:
         """True while the module's parameters are those at construction. Local, no host sync."""
@@ -66,7 +68,7 @@ class ModuleWeights:
 
     def current(self, module: ExpertsModule) -> ExpertWeights:
         """The weights for one call. Local, no host sync."""
-        return self.first if self.in_place else weights_of(module)
+        return weights_of(module) if self.kept is None else self.kept
 
 
 class LocalExperts:
@@ -76,12 +78,11 @@ class LocalExperts:
     """
 
     def __init__(self, module: ExpertsModule, config: HookConfig) -> None:
-        self._weights, self._layout = ModuleWeights(module), config.layout
+        weights = weights_of(module)
+        self._weights, self._layout = ModuleWeights(module, weights), config.layout
         self.serves = self._weights.serves
-        first = self._weights.first
-        self._experts = create_experts(
-            config.experts, activation_of(module), first.w13.values.device, scheme=first.scheme
-        )
+        device = weights.w13.values.device
+        self._experts = create_experts(config.experts, activation_of(module), device, scheme=weights.scheme)
 
     def __call__(
         self,

@@ -17,11 +17,10 @@ from transformers.distributed import DistributedConfig
 from ep_moe.config import MoEConfig, TransportConfig
 from ep_moe.engines.common.transports import SharedTransports, with_topk
 from ep_moe.engines.transformers.architectures import check_hook_in_step
-from ep_moe.engines.transformers.experts import ExpertsModule, activation_of
+from ep_moe.engines.transformers.experts import ExpertsModule, activation_of, weights_of
 from ep_moe.engines.transformers.fp8 import ACTIVATION_SCALE, SCALE
 from ep_moe.engines.transformers.hooks import NAME, HookConfig, ModuleWeights, without_backward
 from ep_moe.layer import ExpertParallelMoE
-from ep_moe.weights import ExpertWeights
 
 STYLE = "ep_moe_experts"  # tensor-parallel style for transformers 5.17 and 5.18
 
@@ -54,9 +53,8 @@ class MeshExperts:
     def _prepare(self, num_topk: int, dtype: torch.dtype) -> ExpertParallelMoE:
         """The layer for one call. Collective for the first module of these sizes."""
         module = self._experts
-        if self._layer is None or self._weights is None or not self._weights.serves(module):
-            self._layer, self._weights = None, ModuleWeights(module)
-            weights = self._weights.first
+        if self._weights is None or not self._weights.serves(module):
+            weights = weights_of(module)
             like, num_experts = weights.w13.values, weights.num_local_experts * self._expert_group.size()
             sizes = TransportConfig(
                 hidden=like.shape[2], max_tokens_per_rank=self._config.max_tokens_per_rank, dtype=dtype, num_slots=1
@@ -71,14 +69,19 @@ class MeshExperts:
                 scheme=weights.scheme.name,
                 layout=self._config.layout,
             )
-            self._layer = self._make_layer(weights)
-        elif not self._weights.in_place:
-            self._layer = self._make_layer(self._weights.current(module))
-        return self._layer
-
-    def _make_layer(self, weights: ExpertWeights) -> ExpertParallelMoE:
-        transport, experts = self._shared.transport, self._config.experts
-        return ExpertParallelMoE(self._moe, weights, transport, experts=experts, layer_index=self._index)
+            self._weights, self._layer = ModuleWeights(module, weights), None
+        if self._layer is not None:
+            return self._layer
+        layer = ExpertParallelMoE(
+            self._moe,
+            self._weights.current(module),
+            self._shared.transport,
+            experts=self._config.experts,
+            layer_index=self._index,
+        )
+        if self._weights.kept is not None:  # copies are for one call
+            self._layer = layer
+        return layer
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
