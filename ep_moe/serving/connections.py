@@ -21,8 +21,8 @@ READ_BYTES = 65536  # at once; they are in memory until the application asks for
 class LimitedConnection(H11Protocol):
     """uvicorn's connection, closed if its client is too slow.
 
-    At the limit of connections a new one takes the place of the one that has waited longest for its client, best of one
-    that is not between two requests; if all have requests in progress, it is refused.
+    At the limit of connections a new one takes the place of the one that has waited longest for its client, preferably
+    of one that has not had an answer; if all have requests in progress, it is refused.
 
     Args:
         count: called with the status of each refusal. most: connections.
@@ -74,7 +74,7 @@ class LimitedConnection(H11Protocol):
             self._stop_clock()
 
     def on_response_complete(self) -> None:
-        """Called once an answer is sent; the next request may be there already."""
+        """Called once an answer is sent; the next request may have arrived already."""
         super().on_response_complete()
         if self._arriving:
             self._start_clock()
@@ -84,12 +84,12 @@ class LimitedConnection(H11Protocol):
         self._refuse(400, msg)
 
     def pause_writing(self) -> None:
-        """Called by the event loop when much of an answer has not been taken."""
+        """Called by the event loop when the client takes an answer too slowly."""
         super().pause_writing()
         self._stalled = self.loop.call_later(STALL_SECS, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Called by the event loop once it has."""
+        """Called by the event loop when the client has taken most of it."""
         super().resume_writing()
         if self._stalled is not None:
             self._stalled.cancel()

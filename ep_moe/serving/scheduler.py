@@ -1,6 +1,6 @@
 """Which sequences run where and when: a queue of generations becomes plans, and the ranks' tokens become progress.
 
-Plain data and no waiting: rank 0 asks for the next plan, all ranks carry it out, rank 0 gives back their tokens.
+Plain data and no waiting: the leader asks for the next plan, all ranks carry it out, the leader returns their tokens.
 Generations start in the order of their submission, on the rank with the fewest sequences. Prefills alternate with
 decode passes, so that sequences that run already get tokens while others start.
 Letters: P prompt tokens, N new tokens, M max_tokens_per_rank, R ranks.
@@ -33,7 +33,7 @@ class BadRequestError(ValueError):
 
 
 class QueueFullError(RuntimeError):
-    """So many generations wait already that another one is refused."""
+    """The queue is at its limit."""
 
 
 class NotFiniteError(RuntimeError):

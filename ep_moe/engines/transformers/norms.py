@@ -1,4 +1,4 @@
-"""RMS norms of a transformers model as one operation of torch, where transformers launches eight.
+"""RMS norms of a transformers model as one operation of torch instead of the eight that transformers launches.
 
 The modules, their parameters and hooks stay. torch multiplies by the weight in float32 and rounds once; most models of
 transformers round before they multiply too, so that bfloat16 and float16 results may differ in their last bits.
@@ -29,14 +29,14 @@ class NormForward:
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Called by transformers. Local, no host sync."""
         weight = self._norm._parameters["weight"]
-        if weight.dtype != hidden_states.dtype:  # the dtype of the result is then a matter of the class
+        if weight.dtype != hidden_states.dtype:  # then the class decides on the dtype of the result
             result: torch.Tensor = type(self._norm).forward(self._norm, hidden_states)
             return result
         return torch.nn.functional.rms_norm(hidden_states, self._shape, weight, self._eps)
 
 
 def replace_norms(model: torch.nn.Module) -> int:
-    """Compute RMS norms of a model by torch's operation, where the class computes the same.
+    """Compute RMS norms of a model by torch's operation if their class computes the same.
 
     Norms with a forward of their own, and classes that compute something else (those that add 1 to the weight, for
     example), stay as they are.
@@ -53,7 +53,7 @@ def replace_norms(model: torch.nn.Module) -> int:
 
 
 def _is_plain(norm: Norm, same: dict[object, bool]) -> bool:
-    """Whether a norm's class computes weight * x / sqrt(mean(x^2) + eps). `same`: what is known, by class and size."""
+    """Whether a norm's class computes weight * x / sqrt(mean(x^2) + eps). `same`: earlier results by class."""
     weight, eps = norm._parameters.get("weight"), getattr(norm, "variance_epsilon", None)
     if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or not isinstance(eps, float):
         return False

@@ -1,8 +1,8 @@
-"""Our routing in place of the routers of a transformers model, where it means the same.
+"""Our routing in place of the routers of a transformers model that compute the same.
 
 A router of transformers computes logits [T, E] and returns (logits, weights [T, K], ids [T, K]). Ours keeps the module,
 its parameters and the GEMM of the logits, so that checkpoints and the hooks behind `output_router_logits` see no
-difference, and routes in one kernel on a GPU, where transformers launches about ten. What may differ:
+difference, and routes in one kernel on a GPU instead of about ten. What may differ:
 - equal scores: ours go to the lower expert; those of transformers to any, as in `torch.topk`;
 - ids are int32 by descending score, weights float32, rounded to the dtype in which the model returns them;
 - MiniMax-M2 divides by a sum, ours by the sum + 1e-20, as DeepSeek-V3 does.
@@ -143,7 +143,7 @@ def forward_of(router: Router, compared: dict[object, torch.dtype]) -> RouterFor
     """Our forward for a router, compared with that of its class on random logits.
 
     Args: compared: routers of the same class and config -> the dtype of their weights; this call adds its own.
-    Errors: ValueError says why the router keeps its own. Local.
+    Errors: ValueError names the reason why the router stays. Local.
     """
     name, form = type(router).__name__, FORMS.get(type(router).__name__)
     if form is None:
