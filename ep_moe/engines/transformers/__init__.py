@@ -19,7 +19,7 @@ from ep_moe.config import Layout, TransportConfig
 from ep_moe.engines.common.layers import placement_of
 from ep_moe.engines.transformers.decoding import GenerationOptions, generate
 from ep_moe.engines.transformers.hooks import MAX_TOKENS_PER_RANK, Session
-from ep_moe.engines.transformers.installing import Options, Part, install
+from ep_moe.engines.transformers.installing import Part, install
 from ep_moe.engines.transformers.loading import build_skeleton, layers_of, load_dense
 from ep_moe.engines.transformers.registering import distributed_config, register
 from ep_moe.engines.transformers.sharding import shard_experts
@@ -97,6 +97,5 @@ def from_pretrained(
     sizes = TransportConfig(
         hidden=checkpoint.config.hidden, max_tokens_per_rank=max_tokens_per_rank, dtype=model.dtype, num_slots=1
     )
-    options = Options(transport=transport, experts=experts, placement=place)
     group.wait_for_all("load")  # no timeout: ranks read at different speeds, and the next collective has a timeout
-    return install(model.eval(), group, parts, options, sizes)
+    return install(model.eval(), group, parts, place, sizes, transport=transport, experts=experts)

@@ -46,17 +46,15 @@ class Part:
     weights: Callable[[], ExpertWeights]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """Options of `from_pretrained` and `shard_experts`: implementations by name, and the placement."""
-
-    transport: str
-    experts: str
-    placement: Placement
-
-
 def install(
-    model: PreTrainedModel, group: EPGroup, parts: Mapping[str, Part], options: Options, config: TransportConfig
+    model: PreTrainedModel,
+    group: EPGroup,
+    parts: Mapping[str, Part],
+    placement: Placement,
+    config: TransportConfig,
+    *,
+    transport: str,
+    experts: str,
 ) -> PreTrainedModel:
     """Replace each experts module by a layer, the routers if ours mean the same, and RMS norms by torch's. Until the
     first layer is made, an error leaves the model unchanged.
@@ -65,16 +63,16 @@ def install(
     """
     before = model.get_experts_implementation()
     num_topk = num_topk_of(model.config)
-    exchange = create_transport(options.transport, group, options.placement, with_topk(config, num_topk))
+    exchange = create_transport(transport, group, placement, with_topk(config, num_topk))
     try:
         with Agreement(group, "load"):
             model.set_experts_implementation(NAME)
-            layers = _make_layers(parts, exchange, options.experts)
+            layers = _make_layers(parts, exchange, experts)
     except Exception:
         model.set_experts_implementation(before)
         exchange.destroy()
         raise
-    session = Session(group, exchange, layers, options.experts)
+    session = Session(group, exchange, layers, experts)
     for index, part in enumerate(parts.values()):
         setattr(part.module, SHARDED, ShardedExperts(session, index))
     keep_in_step(model, num_topk)

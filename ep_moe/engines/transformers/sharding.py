@@ -16,7 +16,7 @@ from ep_moe.engines.common.layers import placement_of, quantize_experts
 from ep_moe.engines.transformers.architectures import check_in_step
 from ep_moe.engines.transformers.experts import ExpertsModule, activation_of, find_experts, weights_of
 from ep_moe.engines.transformers.hooks import MAX_TOKENS_PER_RANK
-from ep_moe.engines.transformers.installing import Options, Part, install, is_sharded
+from ep_moe.engines.transformers.installing import Part, install, is_sharded
 from ep_moe.engines.transformers.registering import ensure_registered
 from ep_moe.experts import create_experts
 from ep_moe.group import EPGroup
@@ -76,12 +76,8 @@ def shard_experts(
         sizes = TransportConfig(
             hidden=configs[first].hidden, max_tokens_per_rank=max_tokens_per_rank, dtype=dtypes[first], num_slots=1
         )
-        options = Options(
-            transport=transport,
-            experts=experts,
-            placement=placement_of(placement, configs[first].num_experts, group),
-        )
-        own = options.placement.local_experts(group.rank)
+        place = placement_of(placement, configs[first].num_experts, group)
+        own = place.local_experts(group.rank)
         parts = {
             name: Part(
                 module=module, config=configs[name], weights=functools.partial(_own_weights, module, own, scheme)
@@ -90,7 +86,7 @@ def shard_experts(
         }
         weights = parts[first].weights()  # running out of memory here leaves the model unchanged
         parts[first] = dataclasses.replace(parts[first], weights=lambda: weights)
-    return install(model, group, parts, options, sizes)
+    return install(model, group, parts, place, sizes, transport=transport, experts=experts)
 
 
 def _check_alike(configs: Mapping[str, MoEConfig], dtypes: Mapping[str, torch.dtype]) -> None:
