@@ -400,7 +400,7 @@ def disturb(
     """
     name, value = "EP_MOE_TEST_MARK", f"{os.getpid()}.{time.time_ns()}"
     mark = f"{name}={value}"
-    command = [*EP_MOE, *command, "--device", "cpu", "--timeout-secs", "5"]
+    command = [*EP_MOE, *command, "--device", "cpu"]
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environ() | {name: value}
     ) as process:
@@ -439,7 +439,7 @@ def test_ctrl_c_ends_every_process() -> None:
     ],
 )
 def test_a_lost_rank_is_named(number: signal.Signals, words: str) -> None:
-    generate = ["generate", "Blessed", "--max-new-tokens", "900", "--nproc", "3"]
+    generate = ["generate", "Blessed", "--max-new-tokens", "900", "--nproc", "3", "--timeout-secs", "5"]
     ready = b"generate"  # the progress of rank 0: all ranks have met and loaded
     code, line, secs = disturb(generate, ready, 3, lambda _, ranks: os.kill(ranks[1], number))
     assert code == 1
