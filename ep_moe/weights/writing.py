@@ -50,12 +50,12 @@ def quantization_config(scheme: QuantScheme, *, gpt_oss: bool, ignored: list[str
     form = _compressed_form(weight)
     if form is None or weight.power_of_two != (weight.family == "micro" and weight.global_scale == "none"):
         raise ValueError(f"scheme {scheme.name!r} has no layout on disk; its scales are {weight.scale_dtype}")
+    dynamic = "local" if scheme.payload.packed == 2 else True
+    tokens = _arguments(scheme.payload) | {"dynamic": dynamic, "symmetric": True} if scheme.payload.quantized else None
     group = {
         "targets": ["Linear"],
         "weights": _arguments(weight) | {"dynamic": False, "symmetric": not weight.zero_point},
-        "input_activations": _arguments(scheme.payload) | {"dynamic": _dynamic(scheme.payload), "symmetric": True}
-        if scheme.payload.quantized
-        else None,
+        "input_activations": tokens,
         "output_activations": None,
     }
     return {
@@ -66,10 +66,6 @@ def quantization_config(scheme: QuantScheme, *, gpt_oss: bool, ignored: list[str
         "ignore": ignored,
         "kv_cache_scheme": None,
     }
-
-
-def _dynamic(stored: TensorFormat) -> bool | str:
-    return "local" if stored.packed == 2 else True
 
 
 def _compressed_form(weight: TensorFormat) -> str | None:
@@ -119,7 +115,8 @@ def stored_parts(matrix: StoredMatrix, stored: TensorFormat, config: Config) -> 
         scale = scale.unsqueeze(-1)
     parts = {method.values: values, method.parts["scale"]: scale}
     if matrix.zero is not None:
-        parts[method.parts["zero"]] = pack_rows(_rows_of_zeros(matrix.zero), 8 // stored.packed)
+        zeros = matrix.zero.unsqueeze(-1) if matrix.zero.dim() == 1 else matrix.zero
+        parts[method.parts["zero"]] = pack_rows(zeros, 8 // stored.packed)
     if matrix.global_scale is not None:
         divides = config["quant_method"] == "compressed-tensors"
         parts[method.parts["global_scale"]] = matrix.global_scale.reshape((1,) if divides else ()).clone()
@@ -127,10 +124,6 @@ def stored_parts(matrix: StoredMatrix, stored: TensorFormat, config: Config) -> 
         columns = matrix.values.shape[-1] * stored.packed
         parts[".weight_shape"] = torch.tensor([matrix.values.shape[-2], columns], device="cpu")
     return {suffix: tensor.contiguous() for suffix, tensor in parts.items()}
-
-
-def _rows_of_zeros(zero: torch.Tensor) -> torch.Tensor:
-    return zero.unsqueeze(-1) if zero.dim() == 1 else zero
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
