@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -374,13 +373,3 @@ def test_gpt_oss_as_published(tmp_path: Path, hidden: int, intermediate: int) ->
     assert found.w2_bias is not None
     assert torch.equal(found.w13_bias[0], torch.cat([bias[0::2], bias[1::2]]))
     assert torch.equal(found.w2_bias[0], tensors[f"{name}.down_proj_bias"][2])
-
-
-def test_scales_of_gate_and_up_are_a_channels(tmp_path: Path) -> None:
-    """A rank holds [gate; up] in one matrix, so a scale for each of the two becomes one for each row."""
-    tensors, _ = write(tmp_path, "fp8_static")
-    found = ExpertWeights.from_pretrained(tmp_path, Placement.linear(EXPERTS, 1), 0)[0]
-    assert found.w13.scale is not None
-    scales = [tensors[f"{base(1, part)}.weight_scale"].item() for part in ("gate", "up")]
-    assert found.w13.scale[1].tolist() == [scales[0]] * INTERMEDIATE + [scales[1]] * INTERMEDIATE
-    assert math.isclose(found.w13.scale[1, 0].item(), scales[0])
