@@ -12,11 +12,10 @@ from rich.text import Text
 
 from ep_moe.bench.presets import LAYER_PRESETS
 from ep_moe.fields import Field, check_fields
-from ep_moe.planning.calibration import calibrate
+from ep_moe.planning.calibration import Comparison, calibrate, compare, worst_and_median
 from ep_moe.planning.hardware import Hardware
 from ep_moe.planning.planner import MODELS, Candidate, Job, best_of_size, plan
 from ep_moe.planning.times import SCHEMES, LayerShape
-from ep_moe.planning.validation import Comparison, compare, worst_and_median
 from ep_moe.report.plots import DPI
 from ep_moe.report.records import read_records
 from ep_moe.report.tables import open_console

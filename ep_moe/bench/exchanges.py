@@ -14,8 +14,7 @@ from ep_moe.config import Layout
 from ep_moe.group import EPGroup
 from ep_moe.group.collectives import all_gather_single, reduce_scatter_single
 from ep_moe.profiling.kernels import part_times, profile_kernels
-from ep_moe.profiling.phases import PhaseTimes
-from ep_moe.profiling.timing import Captured, capture, time_calls, time_phases
+from ep_moe.profiling.timing import Captured, PhaseTimes, capture, time_calls, time_phases
 from ep_moe.quant import QuantScheme
 from ep_moe.routing import Routing
 from ep_moe.transport import Dispatched, Transport

@@ -11,8 +11,7 @@ from ep_moe.group import EPGroup
 from ep_moe.launch import launch
 from ep_moe.profiling import trace
 from ep_moe.profiling.kernels import part_times, profile_kernels
-from ep_moe.profiling.phases import PhaseTimes
-from ep_moe.profiling.timing import capture, slowest, spread, time_calls
+from ep_moe.profiling.timing import PhaseTimes, capture, slowest, spread, time_calls
 
 
 def test_times_of_calls_and_of_their_phases() -> None:

@@ -10,12 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from ep_moe.cli import app
-from ep_moe.planning.calibration import calibrate, chosen_rows
+from ep_moe.planning.calibration import calibrate, chosen_rows, compare, worst_and_median
 from ep_moe.planning.hardware import Hardware, known_hardware
 from ep_moe.planning.planner import Job, plan
 from ep_moe.planning.times import LayerShape, collective_us, experts_us, nvlink_us
 from ep_moe.planning.traffic import recorded, traffic, uniform
-from ep_moe.planning.validation import compare, worst_and_median
 from ep_moe.report.records import Record, read_records
 
 ROWS = Path(__file__).parents[2] / "docs" / "benchmarks"
