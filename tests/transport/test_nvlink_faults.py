@@ -12,7 +12,7 @@ from ep_moe.placement import Placement
 from ep_moe.transport import TRANSPORTS
 
 FOLDER = Path(__file__).parent.parent / "nvlink_faults"
-NO_RANK_LOST = "test_refused.py", "test_sent_once.py"  # no rank is lost: others may use the cores meanwhile
+NO_RANK_LOST = "test_refused.py", "test_sent_once.py"  # other groups may use the cores meanwhile
 REFUSALS = tuple(FOLDER / name for name in NO_RANK_LOST)
 [FAULTS] = separate.groups(FOLDER, 1, without=NO_RANK_LOST)
 
