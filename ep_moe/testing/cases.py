@@ -4,6 +4,7 @@ Letters: T tokens on a rank, K top-k, H hidden, E experts, R ranks, M max_tokens
 """
 
 import dataclasses
+import functools
 import math
 import zlib
 
@@ -14,6 +15,7 @@ from ep_moe.placement import Placement, create_placement
 from ep_moe.quant import Quantized, as_bytes, get_scheme, quantize
 from ep_moe.routing import Routing
 
+_placement = functools.lru_cache(maxsize=8)(create_placement)
 ROUTINGS = ("uniform", "holes", "no_expert", "repeats", "one_expert", "one_rank")
 
 
@@ -70,7 +72,7 @@ class TransportCase:
 
     def make_placement(self) -> Placement:
         """Which rank owns which experts."""
-        return create_placement(self.placement, self.num_experts, self.num_ranks)
+        return _placement(self.placement, self.num_experts, self.num_ranks)
 
     def inputs(self, rank: int) -> "CaseInputs":
         """The input of one rank, on the CPU, the same on every rank and machine."""

@@ -79,14 +79,14 @@ def check_batch(batch: ExpertBatch, case: TransportCase, rank: int) -> None:
     assert batch.num_local_experts == placement.num_local_experts(rank)
     num_values = get_scheme(case.scheme).payload.row_values(hidden)
     assert batch.hidden == hidden, f"hidden is {batch.hidden}, expected {hidden}"
-    x = batch.x.reshape(-1, num_values)
+    x, most = batch.x.reshape(-1, num_values), case.num_ranks * case.config.max_tokens_per_rank
     for local in range(batch.num_local_experts):
         wanted = _rows_of_expert(case, everyone, placement.starts[rank] + local)
         what = f"{case.name}, rank {rank}, expert {local}"
         start, count = int(batch.expert_row_start[local]), int(batch.expert_num_tokens[local])
         assert count == len(wanted), f"{what}: {count} rows, expected {len(wanted)}"
         if layout is Layout.BATCHED:
-            most, capacity = case.num_ranks * case.config.max_tokens_per_rank, batch.x.shape[1]
+            capacity = batch.x.shape[1]
             least = most if case.bound is None else case.num_ranks * case.bound
             assert least <= capacity <= most, f"{what}: {capacity} rows, expected [{least}, {most}]"
             assert batch.x.shape == (batch.num_local_experts, capacity, num_values)
