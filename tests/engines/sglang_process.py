@@ -230,7 +230,7 @@ def qwen3_moe() -> None:
 
 
 def two_batches() -> None:
-    """SGLang's operations of two batches in turns."""
+    """SGLang's operations of two batches that alternate."""
     with engine("qwen3_moe_even", "deepep", "--enable-two-batch-overlap") as made:
         attempt(sglang_cases.two_batches, made)
 
@@ -254,7 +254,8 @@ def packed(form: str, a2a: str, *more: str) -> None:
         made.model.load_weights((key, tensor) for key, tensor in tensors.items() if ".experts." in key)
         made.use(None)
         report(f"{name}, a2a {a2a}, loaded again: {made.check():.1e}")
-        attempt(engine_cases.swaps_are_seen, made, made.state.of_step().weights.w13, name=f"swaps_are_seen in {name}")
+        matrix = made.state.of_step().weights.w13
+        attempt(engine_cases.swaps_are_seen, made, matrix, False, name=f"swaps_are_seen in {name}")
         if form == "awq":  # zero points move with their experts
             attempt(sglang_cases.parameters_stay, made, 8)
         if form == "nvfp4_modelopt":
