@@ -95,9 +95,10 @@ def run_rounds(
         for counted in (False, True)[: 1 + padded]:
             count = torch.full((1,), rows, dtype=torch.int32, device=x.device) if counted else None
             layer.run(x, (routing.topk_ids, routing.topk_weights), count, None)
-    for rows in sizes if overlapped is not None else ():
-        x, routing = _tokens(layer, 2 * rows, num_topk)
-        overlapped(x, (routing.topk_ids, routing.topk_weights))
+    if overlapped is not None:
+        for rows in sizes:
+            x, routing = _tokens(layer, 2 * rows, num_topk)
+            overlapped(x, (routing.topk_ids, routing.topk_weights))
 
 
 def _tokens(layer: Layer, rows: int, num_topk: int) -> tuple[torch.Tensor, Routing]:

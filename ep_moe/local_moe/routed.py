@@ -3,6 +3,8 @@
 Letters: N tokens, K top-k, H hidden, V stored values of a row, G scale groups, L local experts.
 """
 
+from typing import Any
+
 import torch
 import triton
 
@@ -120,7 +122,7 @@ class RoutedPacking:
         counts = "expert_num_tokens", "expert_row_start"
         self._pieces |= dict.fromkeys(counts, ((experts,), torch.int32))
         own, strides = (self._sizes.first, self._sizes.first + experts), (topk_ids.stride(0), topk_weights.stride(0))
-        like = {"ids_dtype": topk_ids.dtype, "device": self.device}
+        like: dict[str, Any] = {"ids_dtype": topk_ids.dtype, "device": self.device}
         self.placing, launches = place_launches(PLACED, topk_ids.shape, own, strides, frame, **like)
         self._launches += launches
 

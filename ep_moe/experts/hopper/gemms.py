@@ -128,12 +128,12 @@ class _HopperGemm:
                 out.data.copy_(aligned[1].data)
             return
         self._launch(self._arranged(tensors, self._describe))
-        inner = self._launch
-        if inner.run is not None and self.run is None:
+        inner, run = self._launch, self._launch.run
+        if run is not None and self.run is None:
             places = _nested(tensors, iter(range(len(found))))
             order = present(self._arranged(places, lambda name, place: place))
             self.driver = None if inner.driver is None else inner.driver.reordered(order)
-            self.run = lambda addresses: inner.run([addresses[place] for place in order])
+            self.run = lambda addresses: run([addresses[place] for place in order])
 
 
 def _nested(tensors: Any, values: Any) -> Any:
