@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import functools
 import math
 import numbers
 import types
@@ -120,6 +121,7 @@ def _finite(value: Any, name: str) -> float:
     return number
 
 
+@functools.cache
 def described(config_type: type[Any]) -> dict[str, tuple[Any, Field]]:
     """The annotated type of each field of a dataclass, and its `Field`, one without limits if it has none. Local."""
     hints = typing.get_type_hints(config_type, include_extras=True)

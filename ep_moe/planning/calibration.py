@@ -75,10 +75,10 @@ def nccl_of(hw: Hardware, record: Record) -> float:
     return sum(collective_us(bare, shape_of(record), record.shapes["tokens"], load, record.world_size))
 
 
-def experts_of(hw: Hardware, record: Record) -> float:
-    """Predicted time of a row of the bench `experts`."""
-    count = record.shapes["num_local_experts"]
-    return experts_us(hw, shape_of(record), [float(record.shapes["rows_per_expert"])] * count, [1.0] * count)
+def experts_of(hw: Hardware, record: Record, shape: LayerShape | None = None) -> float:
+    """Predicted time of a row of the bench `experts`, all of whose experts have as many rows; shape: `shape_of` it."""
+    count, rows = float(record.shapes["num_local_experts"]), float(record.shapes["rows_per_expert"])
+    return experts_us(hw, shape or shape_of(record), [rows], [count])
 
 
 def layer_of(hw: Hardware, record: Record) -> float:
@@ -170,8 +170,11 @@ def _fit_experts(hw: Hardware, rows: Sequence[Record]) -> Hardware:
     """Coordinate descent over the five constants of the experts, on the sum of squared relative errors."""
     names = ("experts_us", "weight_gbs", "fp8_tflops", "bf16_tflops")
 
+    shapes = [shape_of(row) for row in rows]
+
     def error(candidate: Hardware) -> float:
-        return sum((experts_of(candidate, row) / row.figures["call_us"] - 1) ** 2 for row in rows)
+        predicted = (experts_of(candidate, row, shape) for row, shape in zip(rows, shapes, strict=True))
+        return sum((us / row.figures["call_us"] - 1) ** 2 for us, row in zip(predicted, rows, strict=True))
 
     best = (float("inf"), hw)
     for overlap in OVERLAPS:
