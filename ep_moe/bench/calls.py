@@ -42,7 +42,8 @@ PLAIN_LIMIT, FP8_LIMIT, FP4_LIMIT = 2e-2, 1e-1, 3e-1  # of row errors, by the fo
 GROUP = 128  # columns that share a scale and a zero point of 4-bit integers
 IN_A_ROW = 8  # calls without a wait between them
 SILU = ActivationConfig()
-SWIGLU = ActivationConfig(kind=ActivationKind.SWIGLU, alpha=1.702, beta=1.0, limit=7.0)
+ALPHA, BETA, LIMIT = 1.702, 1.0, 7.0  # of gpt-oss
+SWIGLU = ActivationConfig(kind=ActivationKind.SWIGLU, alpha=ALPHA, beta=BETA, limit=LIMIT)
 Call = Callable[[], torch.Tensor]
 
 
@@ -84,7 +85,7 @@ def calls_rank_main(group: EPGroup, engine: EngineConfig, config: CallsBenchConf
 def _work(group: EPGroup, config: CallsBenchConfig, name: str, tokens: int, case: Case) -> Work:
     preset, scheme = CALL_CASES[name]
     every = torch.arange(len(case.theirs()), device=group.device)
-    same = {"sample": every, "expected": lambda: case.theirs().float(), "limit": case.limit}
+    same: dict[str, Any] = {"sample": every, "expected": lambda: case.theirs().float(), "limit": case.limit}
     contenders = {OURS: Contender(call=case.ours, **same), TORCH: Contender(call=case.theirs, **same)}
     run = field_values(config, "warmup", "repeats")
 
@@ -163,7 +164,7 @@ class _Calls:
 
     def _expected(
         self,
-        between: Callable[[torch.Tensor], torch.Tensor] = lambda rows: gated(*rows.chunk(2, dim=-1), SILU),
+        between: Callable[[torch.Tensor], torch.Tensor] = lambda rows: gated(rows.chunk(2, dim=-1), SILU),
         *,
         plain: tuple[torch.Tensor, torch.Tensor] | None = None,
         routing: Routing | None = None,
@@ -196,14 +197,15 @@ class _Calls:
         sizes, config, device = self._sizes, _routing(self._sizes), self._device
         experts, inner = sizes.num_experts, sizes.intermediate
         logits, one = torch.randn(len(self._x), experts, device=device), torch.ones(experts, device=device)
-        vector, biases, numbers, scales = None, (None, None), (None, None, None), (None, None, None)
-        groups, factor, deepseek = (None, None), None, config.method is RoutingMethod.DEEPSEEK_V3
+        none: Any = (None, None, None)
+        vector, biases, numbers, scales, groups, factor = none[0], none[:2], none, none, none[:2], none[0]
+        deepseek = config.method is RoutingMethod.DEEPSEEK_V3
         if deepseek:
             scales, vector = (0.9 * one, 1.1 * one, 0.8 * one), torch.rand(experts, device=device)
             groups, factor = (config.num_group, config.topk_group), config.routed_scaling_factor
         else:
             biases = tuple(torch.randn(experts, rows, device=device) for rows in (2 * inner, sizes.hidden))
-            numbers = SWIGLU.alpha * one, SWIGLU.beta * one, SWIGLU.limit * one
+            numbers = ALPHA * one, BETA * one, LIMIT * one
         w1, w2 = self._w1, self._w2
         ours = functools.partial(
             trtllm_fp4_block_scale_moe,
@@ -217,7 +219,7 @@ class _Calls:
 
         def between(rows: torch.Tensor) -> torch.Tensor:
             up, gate = rows.chunk(2, dim=-1)
-            return gated(gate * 1.1, up, SILU).mul_(0.9) if deepseek else gated(gate, up, SWIGLU)
+            return gated((gate * 1.1, up), SILU).mul_(0.9) if deepseek else gated((gate, up), SWIGLU)
 
         return Case(
             "trtllm_fp4_block_scale_moe",
@@ -239,7 +241,7 @@ class _Calls:
     def _paths(self) -> Iterator[Case]:
         """SGLang's fused experts with less usual arguments."""
         swiglu = functools.partial(self._expected, _alternating)
-        yield self._fused("fused_experts, gemm1_alpha", swiglu, gemm1_alpha=SWIGLU.alpha, gemm1_limit=SWIGLU.limit)
+        yield self._fused("fused_experts, gemm1_alpha", swiglu, gemm1_alpha=ALPHA, gemm1_limit=LIMIT)
         rows = functools.partial(self._expected, combined=False)
         yield self._fused("fused_experts, no_combine", rows, no_combine=True, no_combine_keep_router_weight=True)
         on_input = functools.partial(self._expected, on_input=True)
@@ -271,7 +273,7 @@ class _Calls:
         given: dict[str, Any] = {"w1_alpha": one, "w2_alpha": one, "fc2_input_scale": one[:1], "quant_mode": mode}
         weights = self._w1.values, self._w1.scale, self._w2.values, self._w2.scale
         routed = self._ids, self._factors, self._sizes.num_experts, self._ids.shape[1]
-        expected = functools.partial(self._expected, lambda rows: gated(*rows.chunk(2, dim=-1)[::-1], SILU))
+        expected = functools.partial(self._expected, lambda rows: gated(rows.chunk(2, dim=-1)[::-1], SILU))
         limit = FP4_LIMIT if mode == "nvfp4" else PLAIN_LIMIT
         ours = functools.partial(b12x_fused_moe, self._x, *weights, *routed, **given)
         return Case(f"b12x_fused_moe, {mode}", ours, expected, limit)
@@ -289,8 +291,9 @@ class _Calls:
             scale = None if matrix.scale is None else Precision(matrix.scale.view(torch.uint8).transpose(1, 2))
             weights += [matrix.values.transpose(1, 2), scale, bias]
         data = routing_from_topk(self._factors, self._ids, self._sizes.num_experts)
-        options = {"gemm1_alpha": SWIGLU.alpha, "gemm1_clamp_limit": SWIGLU.limit}
-        ours = functools.partial(triton_kernel_fused_experts_with_bias, self._x, *weights, *data, **options)
+        options = {"gemm1_alpha": ALPHA, "gemm1_clamp_limit": LIMIT}
+        call: Any = triton_kernel_fused_experts_with_bias
+        ours = functools.partial(call, self._x, *weights, *data, **options)
         expected = functools.partial(self._expected, _alternating, biases=biases, combined=False)
         return Case("triton_kernel_fused_experts_with_bias", lambda: ours().flatten(0, -2), expected)
 
@@ -300,7 +303,7 @@ class _Calls:
         kernels = create_experts("auto", self._sizes.activation, self._device)
         routing = Routing(topk_ids=self._ids, topk_weights=self._factors)
         yield Case("local_moe", lambda: local_moe(self._x, routing, own, kernels), self._expected)
-        data = routing_from_topk(self._factors, self._ids, self._sizes.num_experts)
+        data: Any = routing_from_topk(self._factors, self._ids, self._sizes.num_experts)
         turned = self._w1.values.transpose(1, 2), self._w2.values.transpose(1, 2)
         ours = functools.partial(triton_kernel_fused_experts, self._x, *turned, *data)
         rows = functools.partial(self._expected, combined=False)
@@ -326,12 +329,12 @@ class _Calls:
         rows, counts = self._normal(experts, height, x.shape[1]), torch.full_like(ids.new_empty(experts), used)
         y, wide = torch.zeros_like(rows), rows.new_zeros(experts, height, w1.shape[1])
         batched = BatchedTritonExperts(height, 1)
-        none = dict.fromkeys(("expert_map", "w1_scale", "w2_scale", "w1_zp", "w2_zp", "a1q_scale", "a2_scale"))
         given: dict[str, Any] = {"output": y, "hidden_states": rows, "w1": w1, "w2": w2, "activation": "silu"}
         given |= {"topk_ids": ids.new_zeros(experts * used, 1), "global_num_experts": experts, "workspace13": y}
+        given |= dict.fromkeys(("expert_map", "w1_scale", "w2_scale", "w1_zp", "w2_zp", "a1q_scale", "a2_scale"))
 
         def both() -> torch.Tensor:
-            batched.apply(**given, workspace2=y, expert_num_tokens=counts, **none)
+            batched.apply(**given, workspace2=y, expert_num_tokens=counts)
             return y[0, :used]
 
         def first() -> torch.Tensor:
@@ -340,7 +343,7 @@ class _Calls:
             return wide[0, :used]
 
         of_one = lambda: rows[0, :used] @ w1[0].t()  # noqa: E731
-        yield Case("BatchedTritonExperts", both, lambda: gated(*of_one().chunk(2, dim=-1), SILU) @ w2[0].t())
+        yield Case("BatchedTritonExperts", both, lambda: gated(of_one().chunk(2, dim=-1), SILU) @ w2[0].t())
         yield Case("invoke_moe_batched_triton_kernel", first, of_one)
 
 
@@ -351,4 +354,4 @@ def _routing(sizes: MoEConfig) -> RoutingConfig:
 
 def _alternating(rows: torch.Tensor) -> torch.Tensor:
     """gpt-oss's activation of gate and up in alternating columns."""
-    return gated(rows[:, ::2].contiguous(), rows[:, 1::2].contiguous(), SWIGLU)
+    return gated((rows[:, ::2].contiguous(), rows[:, 1::2].contiguous()), SWIGLU)

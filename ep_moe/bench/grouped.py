@@ -3,6 +3,8 @@
 Letters: N rows, L local experts, H hidden, I intermediate; W = 2I if the activation is gated, else I.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn.functional import grouped_mm, silu
 
@@ -51,12 +53,13 @@ class GroupedExperts:
 def _activate(x: torch.Tensor, activation: ActivationConfig) -> torch.Tensor:
     """The activation on [N, W] in x's dtype, with as few passes over memory as plain torch allows."""
     if activation.kind in (ActivationKind.SILU, ActivationKind.SWIGLU):
-        return gated(*x.chunk(2, dim=-1), activation)
+        return gated(x.chunk(2, dim=-1), activation)
     return apply_activation(x, activation).to(x.dtype)
 
 
-def gated(gate: torch.Tensor, up: torch.Tensor, activation: ActivationConfig) -> torch.Tensor:
-    """SILU or SWIGLU of two halves [N, I], in their dtype. Local."""
+def gated(halves: Sequence[torch.Tensor], activation: ActivationConfig) -> torch.Tensor:
+    """SILU or SWIGLU of gate and up [N, I], in their dtype. Local."""
+    gate, up = halves
     if activation.kind is ActivationKind.SILU:
         return silu(gate).mul_(up)
     if activation.limit is not None:
