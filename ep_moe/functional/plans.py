@@ -167,32 +167,19 @@ class RoutedPlan:
         weights: ExpertWeights,
         experts: Experts,
         *,
-        num_local_experts: int | None = None,
-        num_experts: int | None = None,
-        dtype: torch.dtype | None = None,
         factor: float = 1.0,
         inner_scale: torch.Tensor | None = None,
-        out: torch.Tensor | None,
         before: "LaunchSequence | None" = None,
+        **options: Any,
     ) -> "RoutedPlan | None":
         """The plan of a call of `local_moe` that has returned; None if it was no sequence of loaded launches.
 
         Args: before: launches that find the routing, and perhaps tokens, as of `repeated_call`; the plan's calls are
-            then `listed`.
+            then `listed`. options: the others of that call.
         Local.
         """
-        joined = repeated_call(
-            x,
-            routing,
-            weights,
-            experts,
-            before=before,
-            num_local_experts=num_local_experts,
-            num_experts=num_experts,
-            dtype=dtype,
-            out=out,
-        )
-        if joined is None or not joined.fix_weights():  # that they lie elsewhere is seen by who keeps the plan
+        joined = repeated_call(x, routing, weights, experts, before=before, **options)
+        if joined is None or not joined.fix_weights():  # the key of a plan holds the weights' addresses
             return None
         lists_tokens = before is not None and "tokens" in before.pieces
         return cls(joined, weights, factor, inner_scale, lists_tokens=lists_tokens)
