@@ -121,9 +121,13 @@ def _finite(value: Any, name: str) -> float:
     return number
 
 
-@functools.cache
-def described(config_type: type[Any]) -> dict[str, tuple[Any, Field]]:
+def described(config_type: Any) -> dict[str, tuple[Any, Field]]:
     """The annotated type of each field of a dataclass, and its `Field`, one without limits if it has none. Local."""
+    return _described(config_type)
+
+
+@functools.cache
+def _described(config_type: Any) -> dict[str, tuple[Any, Field]]:
     hints = typing.get_type_hints(config_type, include_extras=True)
     found = {}
     for name in (field.name for field in dataclasses.fields(config_type)):
