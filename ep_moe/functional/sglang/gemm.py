@@ -91,16 +91,16 @@ def invoke_fused_moe_kernel(given: Any) -> None:
     dtype, config = given.compute_type, given.config
     if (dtype if isinstance(dtype, torch.dtype) else _NAMES.get(str(dtype))) != c.dtype:
         raise ValueError(f"compute_type is {dtype}, C {c.dtype}: both are the same, one of {', '.join(DTYPES)}")
-    keys = sorted(config)
-    for key in keys:
-        if not isinstance(config[key], int):
-            raise ValueError(f"config: {key} ({config[key]!r}) is not an integer")
+    for key, size in config.items():
+        if not isinstance(size, int):
+            raise ValueError(f"config: {key} ({size!r}) is not an integer")
+    sizes = " ".join(f"{key}={int(config[key])}" for key in sorted(config))
     rows = c
     if swiglu or adds:
         rows = c.new_zeros(len(given.sorted_token_ids) if given.c_sorted else num_pairs, given.B.shape[1])
-    sizes, block = [int(config[key]) for key in keys], given.block_shape
-    last = None if block is None else list(block), given.a_use_tma, given.c_sorted
-    call = GemmCall._make((*given[:3], rows, *given[4:14], " ".join(keys), sizes, *given[16:21], *last))
+    block = None if given.block_shape is None else list(given.block_shape)
+    last = block, given.a_use_tma, given.c_sorted
+    call = GemmCall._make((*given[:3], rows, *given[4:14], sizes, *given[16:21], *last))
     _OPERATION(call)
     if adds:
         _add_sums(rows.view(-1, per_sum, rows.shape[1]), c)

@@ -198,7 +198,7 @@ def sort_pairs(data: ByExpert, expert_map: torch.Tensor | None, num_tokens: int)
 
 
 class GemmCall(NamedTuple):
-    """The arguments of `invoke_fused_moe_kernel` that have a meaning here, with its config as keys and numbers."""
+    """The arguments of `invoke_fused_moe_kernel` that have a meaning here, with its config as text."""
 
     A: torch.Tensor
     B: torch.Tensor
@@ -214,8 +214,7 @@ class GemmCall(NamedTuple):
     num_tokens_post_padded: torch.Tensor
     mul_routed_weight: bool
     top_k: int
-    keys: str
-    sizes: list[int]
+    sizes: str  # such as "BLOCK_SIZE_K=64 BLOCK_SIZE_M=16"
     use_fp8_w8a8: bool
     use_int8_w8a8: bool
     use_int8_w8a16: bool
@@ -228,12 +227,13 @@ class GemmCall(NamedTuple):
     @property
     def flags(self) -> Flags:
         """How B and A are stored."""
-        return Flags(*self[16:22])
+        return Flags(*self[15:21])
 
     @property
     def config(self) -> dict[str, int]:
         """The sizes by their keys."""
-        return dict(zip(self.keys.split(), self.sizes, strict=True))
+        pairs = (size.split("=") for size in self.sizes.split())
+        return {key: int(size) for key, size in pairs}
 
 
 class SortedPairs(NamedTuple):
