@@ -94,7 +94,7 @@ def invoke_fused_moe_kernel(given: Any) -> None:
     for key, size in config.items():
         if not isinstance(size, int):
             raise ValueError(f"config: {key} ({size!r}) is not an integer")
-    sizes = " ".join(f"{key}={int(config[key])}" for key in sorted(config))
+    sizes = " ".join([f"{key}={int(config[key])}" for key in sorted(config)])
     rows = c
     if swiglu or adds:
         rows = c.new_zeros(len(given.sorted_token_ids) if given.c_sorted else num_pairs, given.B.shape[1])
