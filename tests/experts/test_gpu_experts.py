@@ -17,7 +17,7 @@ from ep_moe.experts import Experts, ReferenceExperts, create_experts, reference
 from ep_moe.experts.grouped_gemm import CallShape
 from ep_moe.experts.hopper.shapes import CAPABILITY
 from ep_moe.experts.kernels import KernelExperts
-from ep_moe.experts.tuning import HOPPER_TILES
+from ep_moe.experts.tuning import HOPPER_TILES, ExpertTiles
 from ep_moe.layout import Compact, ExpertBatch, Flat, TokenRows, pack, weighted_sum
 from ep_moe.quant import StoredMatrix, as_bytes, dequantize_weight, get_scheme, quantize, quantize_weight, round_trip
 from ep_moe.testing import ROW_ERROR_LIMITS, assert_same_bits, worst_row_error
@@ -174,7 +174,7 @@ def without_ties(
     return fixed
 
 
-def make_experts(kind: str, activation: ActivationConfig) -> Experts:
+def make_experts(kind: str, activation: ActivationConfig, tiles: ExpertTiles | None = None) -> Experts:
     """Experts by name; those of Hopper compute calls of any number of rows."""
     if kind == "triton":
         return create_experts(kind, activation, torch.device("cuda"))
@@ -183,7 +183,7 @@ def make_experts(kind: str, activation: ActivationConfig) -> Experts:
     from ep_moe.experts.hopper.gemms import HopperGemms
     from ep_moe.experts.triton import TritonGemms
 
-    return KernelExperts(activation, [HopperGemms(least_rows=0), TritonGemms()])
+    return KernelExperts(activation, [HopperGemms(least_rows=0), TritonGemms()], tiles=tiles)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,8 @@ def test_hopper_gemms_of_odd_sizes(scheme: str, activation: str, biased: bool) -
     shifted = torch.empty(y.numel() + 1, dtype=y.dtype, device="cuda")[1:].view_as(y)
     assert_same_bits(experts(batch, weights, out=shifted)[sound], y[sound], "out that is aligned to 2 bytes")
     for group_m in (1, 64):
-        other = type(experts)(model.activation, tiles=dataclasses.replace(HOPPER_TILES, group_m=group_m))
+        tiles = dataclasses.replace(HOPPER_TILES, group_m=group_m)
+        other = make_experts("hopper", model.activation, tiles)
         assert_same_bits(other(batch, weights)[sound], y[sound], f"tiles in groups of {group_m}")
 
 
