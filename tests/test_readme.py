@@ -82,7 +82,7 @@ def test_the_picture_is_drawn_from_itself_alone() -> None:
 
 
 def test_the_picture_of_levels_names_every_package_and_transport() -> None:
-    picture = ElementTree.parse(ROOT / "docs" / "rooms.svg").getroot()
+    picture = ElementTree.parse(ROOT / "docs" / "levels.svg").getroot()
     words = {word for text in picture.itertext() for word in re.findall(r"\w+", text)}
     packages = {name for level in test_rules.LEVELS for name in level if not name.startswith("__")}
     transports = {name for name in TRANSPORTS if not name.startswith("deepep_")}  # modes of one
