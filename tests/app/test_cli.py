@@ -28,7 +28,14 @@ from ep_moe.app.generate import GenerateConfig
 from ep_moe.app.serve import ServeConfig
 from ep_moe.app.session import with_dtype
 from ep_moe.app.start import SHIPPED_MODEL, on_ranks
-from ep_moe.bench.configs import ExpertsBenchConfig, LayerBenchConfig, ModelBenchConfig, TransportBenchConfig
+from ep_moe.bench.configs import (
+    CallsBenchConfig,
+    ExpertsBenchConfig,
+    FormatsBenchConfig,
+    LayerBenchConfig,
+    ModelBenchConfig,
+    TransportBenchConfig,
+)
 from ep_moe.cli import app
 from ep_moe.config import DTYPES, EngineConfig
 from ep_moe.experts import KERNELS
@@ -213,6 +220,8 @@ CONFIGS = {
     "bench transport": (TransportBenchConfig, RowsFile, EngineConfig),
     "bench model": (ModelBenchConfig, RowsFile, EngineConfig),
     "bench experts": (ExpertsBenchConfig, RowsFile, EngineConfig),
+    "bench formats": (FormatsBenchConfig, RowsFile, EngineConfig),
+    "bench calls": (CallsBenchConfig, RowsFile, EngineConfig),
     "bench report": (),
     "tune": (TuneConfig, EngineConfig),
 }

@@ -424,7 +424,7 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "factor": ({"routed_scaling_factor": 2.5}, ("routed_scaling_factor (2.5)", "2 and 7")),
     "groups": ({"n_group": 4, "topk_group": 2}, ("num_group (4)", "method 2")),
-    "norm": ({"norm_topk_prob": False}, ("norm_topk_prob=False", "got 1")),
+    "norm": ({"norm_topk_prob": False}, ("norm_topk_prob (False)", "got 1")),
     "bias": ({"routing_bias": torch.zeros(EXPERTS)}, ("routing_bias", "method 2 or 7, got 1")),
     "bias's shape": ({"routing_bias": torch.zeros(3), "routing_method_type": 2}, ("routing_bias", "(3,)", "(8,)")),
     "logits": ({"routing_logits": torch.zeros(TOKENS, 9)}, ("routing_logits", "(24, 9)", "(24, 8)")),

@@ -58,7 +58,8 @@ def test_receivers_of_all_slots_fit_at_once(hopper: Any) -> None:
     # programs per SM: as many as its threads and its registers hold
     fewer = {"registers": (49152, 3), "threads": (256, 2)}
     for name, (value, each) in fewer.items():
-        assert dataclasses.replace(hopper, **{name: value}).most_receivers(1) == 100 * each, name
+        device = dataclasses.replace(hopper.device, **{name: value})
+        assert dataclasses.replace(hopper, device=device).most_receivers(1) == 100 * each, name
 
 
 def test_rounds_that_may_fill_a_gpu_are_told_of(hopper: Any, caplog: pytest.LogCaptureFixture) -> None:
