@@ -150,7 +150,7 @@ def check_cases(
 
     Args:
         cases: with unique names. package: if `complete`, all its jit functions need cases.
-        elsewhere: modules or packages whose device code is for other targets, and needs none.
+        elsewhere: packages, modules or functions whose device code is for other targets, and needs none.
         rules_of_order: by kernel name; if `complete`, every part of each must be found in some kernel.
     """
     by_name = {case.name: case for case in cases}
@@ -165,7 +165,7 @@ def check_cases(
         functions = [
             function
             for function in walk.jit_functions(package)
-            if not any(f"{function.fn.__module__}.".startswith(f"{name}.") for name in elsewhere)
+            if not any(f"{walk.name_of(function)}.".startswith(f"{name}.") for name in elsewhere)
         ]
         findings += walk.without_case(functions, recorder.launched, recorder.reached)
         findings += orders.without_case()
