@@ -4,7 +4,7 @@
 
 Names, order and defaults of parameters and fields, methods, and members of enumerations are compared. A difference that
 `EXPLAINED` does not explain is a failure, and so is an explanation of none. Every parameter and field of ours is read,
-or in `IGNORED`. `run.py` calls this program; RELEASES is the folder in which it has unpacked them.
+or in `IGNORED`. `test_engines.py` calls this program; RELEASES is the folder in which it has unpacked them.
 """
 
 import ast
