@@ -121,6 +121,8 @@ MORE_OUTSIDE = "20 to 23 words of a thread, between tiles: scales and biases of 
 # device code of some targets, and what needs NVSHMEM's device code: `test_nvshmem.py` compiles it
 TARGETS_OF: dict[str, tuple[int, ...]] = {
     "ep_moe.kernels.hopper": (90,),
+    "ep_moe.kernels.device.let_dependents_start": (90,),  # of GEMMs in `hopper`
+    "ep_moe.kernels.device.use": (90,),  # after its asynchronous tensor-core instructions
     "ep_moe.kernels.exchange.puts": (),
     "ep_moe.kernels.exchange.peers._outbox": (),
     "ep_moe.kernels.exchange.peers._put": (),
