@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ep_moe.engines.common.hooks import Hook, check_hooks
+from ep_moe.engines.common.plugin import Hook, check_hooks
 from ep_moe.group import PeerLostError
 from ep_moe.quant import StoredMatrix
 

@@ -22,7 +22,7 @@ import torch
 
 import ep_moe.engines.vllm
 from ep_moe.config import Layout, MoEConfig, TransportConfig
-from ep_moe.engines.common.hooks import Hook, check_hooks, check_version, hooks_of
+from ep_moe.engines.common.plugin import Hook, check_hooks, check_version, hooks_of
 from ep_moe.engines.common.rows import RowShare, rows_to_send, whole_output
 from ep_moe.group import EPGroup
 from ep_moe.layer import ExpertParallelMoE
@@ -160,7 +160,7 @@ def test_a_failing_call_of_sglang_ends_its_round(halves: bool) -> None:
         state = types.SimpleNamespace(
             of_step=lambda: made,
             share=RowShare(),
-            sizes=types.SimpleNamespace(num_topk=TOPK),
+            kind=types.SimpleNamespace(num_topk=TOPK),
             equal_rows=False,
             factor=None,
             weights_on_input=False,

@@ -272,7 +272,7 @@ def other_layers(made: Any) -> None:
     plugin.config = kept
     ours = made.experts[0]
     for changes, words in (
-        ({"hidden_dim": 24}, r"hidden \(24\) is no multiple of 16"),
+        ({"hidden_dim": 24}, r"hidden \(24\)"),
         ({"intermediate_size_per_partition": 8}, r"intermediate \(8\)"),
         ({"is_lora_enabled": True}, "LoRA"),
         ({"in_dtype": torch.float64}, "float64"),

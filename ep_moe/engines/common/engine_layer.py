@@ -1,4 +1,4 @@
-"""One layer of a serving engine that runs here: its transport, its weights, and our layer in each layout.
+"""One layer of a serving engine that runs here: whether it can, its transport, weights, and our layer in each layout.
 
 Letters: K top-k, R ranks, M max_tokens_per_rank.
 """
@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ep_moe.config import Layout, MoEConfig, TransportConfig
-from ep_moe.engines.common.eligibility import LayerKind, LayerSizes
-from ep_moe.engines.common.formats import RowOrder, share_scale, weights_of
-from ep_moe.engines.common.layers import warm_up
+from ep_moe.config import ActivationConfig, Layout, MoEConfig, TransportConfig
+from ep_moe.engines.common.formats import LoadedFormat, RowOrder, share_scale, weights_of
+from ep_moe.engines.common.model import warm_up
 from ep_moe.engines.common.plugin import Plugin
 from ep_moe.engines.common.rows import RowShare
 from ep_moe.engines.common.transports import with_topk
+from ep_moe.experts import check_scheme, kernels_compute
 from ep_moe.group import PeerLostError
 from ep_moe.layer import ExpertParallelMoE
 from ep_moe.layer.warmup import round_kinds
@@ -24,13 +24,70 @@ from ep_moe.transport import Transport
 from ep_moe.weights import ExpertWeights
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LayerKind:
+    """What a layer computes and sends.
+
+    Args:
+        loaded: how its weights are loaded. moe: the layer as ours, whose layout is not chosen yet.
+        exchange: of its transport. num_topk: K.
+    """
+
+    loaded: LoadedFormat
+    moe: MoEConfig
+    exchange: TransportConfig
+    num_topk: int
+
+
+def eligible_kind(
+    loaded: LoadedFormat,
+    activation: ActivationConfig,
+    *,
+    hidden: int,
+    intermediate: int,
+    num_experts: int,
+    num_topk: int,
+    dtype: torch.dtype,
+    max_num_tokens: int,
+    num_slots: int,
+) -> LayerKind:
+    """The kind of a layer that we compute on the device that the model is made on.
+
+    Args:
+        num_experts: physical experts of all ranks. dtype: of the tokens.
+        max_num_tokens: the most rows that this rank sends in a step. num_slots: rounds that may be open at once.
+    Errors: ValueError says why the layer stays on its engine's path. Local.
+    """
+    scheme, device = loaded.scheme, torch.empty(0).device
+    exchange = TransportConfig(
+        hidden=hidden, max_tokens_per_rank=max(max_num_tokens, 1), dtype=dtype, num_slots=num_slots
+    )
+    moe = MoEConfig(
+        hidden=hidden,
+        intermediate=intermediate,
+        num_experts=num_experts,
+        activation=activation,
+        scheme=scheme.name,
+    )
+    rows_share = scheme.weight.granularity == "tensor" or scheme.weight.block[0] > 1
+    if loaded.interleaved and rows_share:
+        raise ValueError(f"its gate and up rows are interleaved and share scales in scheme '{scheme.name}'")
+    if device.type == "cuda":  # CPUs compute all
+        if not kernels_compute(scheme):
+            raise ValueError(f"no kernels here compute scheme '{scheme.name}'")
+        try:
+            check_scheme(scheme, device)
+        except RuntimeError as error:
+            raise ValueError(str(error)) from error
+    return LayerKind(loaded=loaded, moe=moe, exchange=with_topk(exchange, num_topk), num_topk=num_topk)
+
+
 class EngineLayer:
     """The state of one layer, which its method of the engine keeps.
 
     Args:
-        plugin: shared with the other layers. name: of the layer. sizes, kind: what it computes.
-        share: which of the engine's rows this rank sends.
-        process_group: the ranks, None for this rank alone. num_slots: rounds that may be open at once.
+        plugin: shared with the other layers. name: of the layer. kind: what it computes.
+        share: which of the engine's rows this rank sends. process_group: the ranks, None for this rank alone.
         halves: the kinds of rounds whose kernels are compiled at load: whether send and receive of the dispatch are
             separate calls, and whether those of the combine are.
     Collective at the first layer: ranks join the group of the transports.
@@ -40,17 +97,15 @@ class EngineLayer:
         self,
         plugin: Plugin,
         name: str,
-        *,
-        sizes: LayerSizes,
         kind: LayerKind,
+        *,
         share: RowShare,
         process_group: dist.ProcessGroup | None,
-        num_slots: int,
         halves: tuple[tuple[bool, bool], ...],
     ) -> None:
-        self.plugin, self.name, self.sizes, self.kind, self.share = plugin, name, sizes, kind, share
+        self.plugin, self.name, self.kind, self.share = plugin, name, kind, share
         self.process_group = process_group
-        self._num_slots, self._halves = num_slots, halves
+        self._halves = halves
         self._number = plugin.transports.number_module()
         self._order = RowOrder()
         self._device = torch.empty(0).device  # engines make their models under their device
@@ -74,14 +129,14 @@ class EngineLayer:
         Collective at the first call, without a deadline: ranks read checkpoints at different speeds.
         """
         self._order.arrange(parameters, self.kind.loaded)
-        if self.kind.scheme.weight.granularity == "tensor":
+        if self.kind.loaded.scheme.weight.granularity == "tensor":
             share_scale(parameters)
         transport = self._transport()
         weights = self._with_input_scales(parameters, weights_of(parameters, self.kind.loaded))
         made = {}
         for layout in self.layouts:
             made[layout] = ExpertParallelMoE(
-                self._config(layout),
+                dataclasses.replace(self.kind.moe, layout=layout),
                 weights,
                 transport,
                 experts=self.plugin.config.experts,
@@ -90,36 +145,19 @@ class EngineLayer:
             self._warm_up(made[layout])
         return made
 
-    def _config(self, layout: Layout) -> MoEConfig:
-        return MoEConfig(
-            hidden=self.sizes.hidden,
-            intermediate=self.sizes.intermediate,
-            num_experts=self.sizes.num_experts,
-            activation=self.kind.activation,
-            scheme=self.kind.scheme.name,
-            layout=layout,
-        )
-
     def _transport(self) -> Transport:
         """The transport of all layers with these sizes. Collective when it is made."""
-        sizes = TransportConfig(
-            hidden=self.sizes.hidden,
-            max_tokens_per_rank=max(self.sizes.max_num_tokens, 1),
-            dtype=self.sizes.dtype,
-            num_slots=self._num_slots,
-        )
-        sizes = with_topk(sizes, self.sizes.num_topk)
+        sizes, scheme = self.kind.exchange, self.kind.moe.scheme
         if sizes not in self.plugin.loaded:  # the first layer of its kind waits until all ranks have read their files
             self.group.wait_for_all("load")
             self.plugin.loaded.add(sizes)
-        shared = self.plugin.transports.get(self.process_group, self.sizes.num_experts, sizes, self._device)
+        shared = self.plugin.transports.get(self.process_group, self.kind.moe.num_experts, sizes, self._device)
         layouts = " or ".join(layout.value for layout in self.layouts)
         self.plugin.log_once(
-            f"{sizes} {self.kind.scheme.name}",
+            f"{sizes} {scheme}",
             logging.INFO,
-            f"ep_moe runs {self.name} and layers like it: {shared.group.num_ranks} ranks, scheme "
-            f"{self.kind.scheme.name}, layout {layouts} (by the step's tokens), at most {sizes.max_tokens_per_rank} "
-            "tokens per rank",
+            f"ep_moe runs {self.name} and layers like it: {shared.group.num_ranks} ranks, scheme {scheme}, layout "
+            f"{layouts} (by the step's tokens), at most {sizes.max_tokens_per_rank} tokens per rank",
         )
         return shared.transport
 
@@ -142,9 +180,9 @@ class EngineLayer:
         kind = (moe_layer.config, id(moe_layer.transport), *(tensor is None for tensor in moe_layer.weights.optional))
         if kind not in self.plugin.warm:
             self.plugin.warm.add(kind)
-            warm_up([moe_layer], self.sizes.num_topk)
+            warm_up([moe_layer], self.kind.num_topk)
             if self._device.type == "cuda":
-                rounds = round_kinds(moe_layer, self.sizes.num_topk, padded=False)
+                rounds = round_kinds(moe_layer, self.kind.num_topk, padded=False)
                 moe_layer.transport.warmup(
                     [
                         dataclasses.replace(round_, split_dispatch=dispatch, split_combine=combine)

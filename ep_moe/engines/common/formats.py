@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ep_moe.config import DTYPES
-from ep_moe.engines.common.layers import gate_above_up
+from ep_moe.engines.common.model import gate_above_up
 from ep_moe.engines.common.packed import Order, check_order, middle, rows_first, turn, values_of, zero_points
 from ep_moe.quant import QuantScheme, StoredMatrix, get_scheme
 from ep_moe.weights import ExpertWeights, PerExpert

@@ -130,7 +130,7 @@ class EpMoeDispatcher(BaseDispatcher):
             return send_rows(
                 made.transport,
                 lambda: self._rows(made, hidden_states, topk_output),
-                num_topk=state.sizes.num_topk,
+                num_topk=state.kind.num_topk,
                 layout=made.config.layout,
                 slot=slot,
                 halves=halves,

@@ -3,11 +3,12 @@
 from typing import Any
 
 from sglang.srt.batch_overlap.single_batch_overlap import SboFlags
-from sglang.srt.layers.moe.utils import get_moe_a2a_backend, get_moe_runner_backend
+from sglang.srt.layers.moe.utils import get_moe_a2a_backend, get_moe_runner_backend, is_tbo_enabled
 from sglang.srt.runtime_context import get_exec, get_lora, get_parallel
 
-from ep_moe.engines.common.eligibility import LayerKind, check_kind, check_sizes
+from ep_moe.engines.common.engine_layer import LayerKind, eligible_kind
 from ep_moe.engines.sglang.parameters import activation_of, format_of
+from ep_moe.engines.sglang.step import most_tokens
 
 _A2A = ("none", "deepep")
 _RUNNERS = ("auto", "triton", "deep_gemm")  # with which parameters are created as checkpoints have them
@@ -25,12 +26,20 @@ def kind_of_layer(layer: Any, method: Any) -> LayerKind:
         raise ValueError("its model sums the experts' outputs by itself")
     if runner.top_k is None:
         raise ValueError("its model does not say how many experts a token has")
-    check_sizes(runner.hidden_size, layer.intermediate_size_per_partition, runner.params_dtype)
-    kind = LayerKind(loaded=format_of(layer, method), activation=activation_of(runner))
-    check_kind(kind)
-    if getattr(method, "load_up_proj_weight_first", False) and not kind.loaded.up_first:
+    loaded = format_of(layer, method)
+    if getattr(method, "load_up_proj_weight_first", False) and not loaded.up_first:
         raise ValueError(f"weights of {type(method).__name__} with up rows before gate rows are not read here")
-    return kind
+    return eligible_kind(
+        loaded,
+        activation_of(runner),
+        hidden=runner.hidden_size,
+        intermediate=layer.intermediate_size_per_partition,
+        num_experts=runner.num_experts,
+        num_topk=runner.top_k,
+        dtype=runner.params_dtype,
+        max_num_tokens=most_tokens(),
+        num_slots=2 if is_tbo_enabled() else 1,
+    )
 
 
 def _check_engine(layer: Any) -> None:

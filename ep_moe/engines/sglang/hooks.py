@@ -1,6 +1,6 @@
 """What we call or replace in SGLang."""
 
-from ep_moe.engines.common.hooks import hooks_of
+from ep_moe.engines.common.plugin import hooks_of
 
 TESTED = ("0.5.17", "0.5.23")
 HOOKS = hooks_of("""
@@ -56,6 +56,7 @@ sglang.srt.runtime_context:
     get_exec
     get_flags
     get_lora
+    get_model
     get_parallel
     get_schedule
     get_spec

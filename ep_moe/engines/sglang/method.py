@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 from sglang.srt.distributed.parallel_state import get_moe_ep_group
-from sglang.srt.layers.moe.utils import get_moe_a2a_backend, is_tbo_enabled
+from sglang.srt.layers.moe.utils import get_moe_a2a_backend
 
 from ep_moe.config import Layout
-from ep_moe.engines.common.eligibility import LayerKind, LayerSizes
-from ep_moe.engines.common.engine_layer import EngineLayer
+from ep_moe.engines.common.engine_layer import EngineLayer, LayerKind
 from ep_moe.engines.common.plugin import ATTRIBUTE, Plugin, adopt
 from ep_moe.engines.common.rows import RowShare
-from ep_moe.engines.sglang.step import layout_of, most_tokens
+from ep_moe.engines.sglang.step import layout_of
 from ep_moe.layer import ExpertParallelMoE
 from ep_moe.transport import Dispatched
 
@@ -28,30 +27,21 @@ class LayerMethod(EngineLayer):
 
     Args:
         plugin: shared with the other layers. layer: FusedMoE, as far as its constructor has come.
-        kind: what it computes. context_length: of the model.
+        kind: what it computes.
     Collective at the first layer: ranks join the group of the transports.
     """
 
-    def __init__(self, plugin: Plugin, layer: Any, kind: LayerKind, context_length: int) -> None:
+    def __init__(self, plugin: Plugin, layer: Any, kind: LayerKind) -> None:
         runner, ranks = layer.moe_runner_config, layer.moe_ep_size
         self.equal_rows = get_moe_a2a_backend().is_none()  # on all ranks, and the model sums their outputs
-        sizes = LayerSizes(
-            hidden=runner.hidden_size,
-            intermediate=layer.intermediate_size_per_partition,
-            num_experts=runner.num_experts,
-            num_topk=runner.top_k,
-            dtype=runner.params_dtype,
-            max_num_tokens=most_tokens(context_length),
-        )
+        hooks = () if self.equal_rows else _HALVES_OF_HOOKS
         super().__init__(
             plugin,
             layer.layer_name,
-            sizes=sizes,
-            kind=kind,
+            kind,
             share=RowShare(sharers=ranks if self.equal_rows else 1, rank=layer.moe_ep_rank),
             process_group=get_moe_ep_group().device_group if ranks > 1 else None,
-            num_slots=2 if is_tbo_enabled() else 1,
-            halves=((False, False), *(() if self.equal_rows else _HALVES_OF_HOOKS), *_HALVES_OF_TWO * is_tbo_enabled()),
+            halves=((False, False), *hooks, *_HALVES_OF_TWO * (kind.exchange.num_slots > 1)),
         )
         self.weights_on_input = bool(runner.apply_router_weight_on_input)
         self._layer = layer

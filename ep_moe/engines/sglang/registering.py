@@ -78,7 +78,7 @@ class _Layers:
                 raise self._runner_error from error
             return original(*args, **kwargs)
         self._runner_error = None
-        state = LayerMethod(self._plugin, layer, kind, _context_length())
+        state = LayerMethod(self._plugin, layer, kind)
         compute_here(layer.quant_method, state)
         return EpMoeDispatcher(state)
 
@@ -119,12 +119,3 @@ def _add_backend() -> None:
         return
     register_moe_runner_backend_name(SGLANG_BACKEND)
     add_moe_runner_backend_choices([SGLANG_BACKEND])
-
-
-def _context_length() -> int:
-    """Of the model that SGLang serves, 0 if unknown."""
-    from sglang.srt import runtime_context
-
-    model = getattr(runtime_context, "get_model", None)
-    found = getattr(runtime_context.get_server_args() if model is None else model(), "context_length", None)
-    return int(found or 0)

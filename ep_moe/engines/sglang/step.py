@@ -9,7 +9,7 @@ from sglang.srt.layers.dp_attention import (
     is_dp_max_padding,
     mask_dp_pad_moe_topk_ids,
 )
-from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule, get_spec
+from sglang.srt.runtime_context import get_exec, get_model, get_parallel, get_schedule, get_spec
 
 from ep_moe.config import Layout
 from ep_moe.engines.common.rows import RowShare
@@ -19,15 +19,15 @@ from ep_moe.transport import Transport
 MOST_REQUESTS = 4096
 
 
-def most_tokens(context_length: int) -> int:
+def most_tokens() -> int:
     """The most rows that this rank sends in a step, before SGLang knows its number of requests. Local.
 
     Rows are those of a data-parallel rank, of which each of its attention-parallel ranks sends a part, in both modes:
     with a2a "deepep" SGLang spreads them, with "none" we take a slice of those of all ranks.
-    Args: context_length: of the model.
     """
     schedule, graph = get_schedule(), get_exec().graph.cuda_graph_config
     chunk = schedule.chunked_prefill_size
+    context_length = getattr(get_model(), "context_length", None) or 0
     prefill = chunk if chunk and chunk > 0 else max(schedule.max_prefill_tokens, context_length)
     requests = schedule.max_running_requests or MOST_REQUESTS
     captured = getattr(getattr(graph, "decode", None), "max_bs", None) or 0

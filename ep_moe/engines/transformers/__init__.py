@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ep_moe.config import Layout, TransportConfig
-from ep_moe.engines.common.layers import placement_of
+from ep_moe.engines.common.model import placement_of
 from ep_moe.engines.transformers.decoding import GenerationOptions, generate
 from ep_moe.engines.transformers.hooks import MAX_TOKENS_PER_RANK, Session
 from ep_moe.engines.transformers.installing import Part, install

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ep_moe.config import DTYPES, ActivationConfig, ActivationKind
-from ep_moe.engines.common.layers import gate_above_up, gate_beside_up
+from ep_moe.engines.common.model import gate_above_up, gate_beside_up
 from ep_moe.engines.transformers import fp8
 from ep_moe.experts import apply_activation
 from ep_moe.quant import StoredMatrix

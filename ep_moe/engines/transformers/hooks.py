@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ep_moe.config import Layout
-from ep_moe.engines.common.load import ExpertLoad
+from ep_moe.engines.common.model import ExpertLoad
 from ep_moe.engines.transformers.experts import ExpertsModule, activation_of, are_views, state_of, weights_of
 from ep_moe.experts import create_experts
 from ep_moe.group import EPGroup

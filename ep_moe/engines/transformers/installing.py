@@ -13,8 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ep_moe.config import MoEConfig, TransportConfig
-from ep_moe.engines.common.agreement import Agreement
-from ep_moe.engines.common.layers import warm_up
+from ep_moe.engines.common.model import Agreement, warm_up
 from ep_moe.engines.common.transports import with_topk
 from ep_moe.engines.transformers.architectures import keep_in_step, num_topk_of
 from ep_moe.engines.transformers.experts import LOCAL, SHARDED, ExpertsModule, drop_parameters

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from ep_moe.engines.common.agreement import Agreement
+from ep_moe.engines.common.model import Agreement
 from ep_moe.engines.transformers.experts import SHARDED, ExpertsModule, parameters_of
 from ep_moe.group import EPGroup
 from ep_moe.layer import ExpertParallelMoE

@@ -11,8 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ep_moe.config import Layout, MoEConfig, TransportConfig
-from ep_moe.engines.common.agreement import Agreement
-from ep_moe.engines.common.layers import placement_of, quantize_experts
+from ep_moe.engines.common.model import Agreement, placement_of, quantize_experts
 from ep_moe.engines.transformers.architectures import check_in_step
 from ep_moe.engines.transformers.experts import ExpertsModule, activation_of, find_experts, weights_of
 from ep_moe.engines.transformers.hooks import MAX_TOKENS_PER_RANK

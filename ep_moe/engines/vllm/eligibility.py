@@ -6,8 +6,9 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-from ep_moe.engines.common.eligibility import LayerKind, check_kind, check_sizes
+from ep_moe.engines.common.engine_layer import LayerKind, eligible_kind
 from ep_moe.engines.vllm.parameters import activation_of, format_of
+from ep_moe.engines.vllm.step import share_of
 
 # methods whose override means another computation, or other numbers of experts
 _OWN_PATH = ("forward_modular", "get_expert_weights", "_map_global_expert_id_to_local_expert_id")
@@ -39,7 +40,6 @@ def kind_of_layer(layer: Any, method: Any, moe: Any) -> LayerKind:
         theirs = next(base for base in type(layer).__mro__ if name in vars(base))
         if theirs is not RoutedExperts:
             raise ValueError(f"{theirs.__name__} has a {name} of its own")
-    check_sizes(moe.hidden_dim, moe.intermediate_size_per_partition, moe.in_dtype)
     loaded = format_of(method, interleaved=moe.activation is MoEActivation.SWIGLUOAI)
     activation = activation_of(
         moe.activation,
@@ -47,8 +47,16 @@ def kind_of_layer(layer: Any, method: Any, moe: Any) -> LayerKind:
         beta=getattr(layer, "swiglu_beta", None),
         limit=getattr(layer, "swiglu_limit", None),
     )
-    kind = LayerKind(loaded=loaded, activation=activation)
-    check_kind(kind)
     if activation.kind.gated != moe.is_act_and_mul:
         raise ValueError(f"activation '{moe.activation.value}' does not fit is_act_and_mul ({moe.is_act_and_mul})")
-    return kind
+    return eligible_kind(
+        loaded,
+        activation,
+        hidden=moe.hidden_dim,
+        intermediate=moe.intermediate_size_per_partition,
+        num_experts=moe.num_experts,
+        num_topk=moe.experts_per_token,
+        dtype=moe.in_dtype,
+        max_num_tokens=share_of(parallel).most(moe.max_num_tokens),
+        num_slots=2 if engine.use_ubatching else 1,
+    )

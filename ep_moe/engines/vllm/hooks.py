@@ -1,6 +1,6 @@
 """What we call or replace in vLLM."""
 
-from ep_moe.engines.common.hooks import hooks_of
+from ep_moe.engines.common.plugin import hooks_of
 
 TESTED = ("0.26.0", "0.33.0")
 HOOKS = hooks_of("""

@@ -7,13 +7,11 @@ from typing import Any
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
-from vllm.config import get_current_vllm_config
 from vllm.distributed import get_ep_group
 from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
 
 from ep_moe.config import Layout
-from ep_moe.engines.common.eligibility import LayerKind, LayerSizes
-from ep_moe.engines.common.engine_layer import EngineLayer
+from ep_moe.engines.common.engine_layer import EngineLayer, LayerKind
 from ep_moe.engines.common.plugin import ATTRIBUTE, Plugin, adopt
 from ep_moe.engines.vllm.experts import EpMoeBatchedExperts, EpMoeStandardExperts
 from ep_moe.engines.vllm.prepare_finalize import EpMoePrepareAndFinalize, RoundOptions
@@ -37,25 +35,13 @@ class LayerMethod(EngineLayer):
 
     def __init__(self, plugin: Plugin, layer: Any, moe: Any, kind: LayerKind) -> None:
         parallel = moe.moe_parallel_config
-        share = share_of(parallel)
-        micro_batches = bool(get_current_vllm_config().parallel_config.use_ubatching)
-        sizes = LayerSizes(
-            hidden=moe.hidden_dim,
-            intermediate=moe.intermediate_size_per_partition,
-            num_experts=moe.num_experts,
-            num_topk=moe.experts_per_token,
-            dtype=moe.in_dtype,
-            max_num_tokens=share.most(moe.max_num_tokens),
-        )
         super().__init__(
             plugin,
             layer.layer_name,
-            sizes=sizes,
-            kind=kind,
-            share=share,
+            kind,
+            share=share_of(parallel),
             process_group=get_ep_group().device_group if parallel.ep_size > 1 else None,
-            num_slots=2 if micro_batches else 1,
-            halves=_HALVES + _HALVES_OF_MICRO_BATCHES * micro_batches,
+            halves=_HALVES + _HALVES_OF_MICRO_BATCHES * (kind.exchange.num_slots > 1),
         )
         self._moe = moe
         self._values = kind.loaded.method.names["values"]

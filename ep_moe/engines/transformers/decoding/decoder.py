@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ep_moe.engines.common.layers import warm_up
+from ep_moe.engines.common.model import warm_up
 from ep_moe.engines.transformers.architectures import num_topk_of
 from ep_moe.engines.transformers.decoding.attention import grouped_attention
 from ep_moe.engines.transformers.decoding.finite import check_finite, first_not_finite

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from ep_moe.engines.common.agreement import Agreement
+from ep_moe.engines.common.model import Agreement
 from ep_moe.engines.transformers.decoding.finite import not_finite
 from ep_moe.engines.transformers.decoding.options import GenerationOptions, check_prompts
 from ep_moe.engines.transformers.decoding.sequences import NONE
