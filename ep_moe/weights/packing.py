@@ -40,7 +40,8 @@ def pack_columns(codes: torch.Tensor, bits: int) -> torch.Tensor:
     padded = torch.nn.functional.pad(codes, (0, missing)) if missing else codes
     if bits == AWQ_BITS:
         padded = padded[..., 0::2] | (padded[..., 1::2] << 4)
-    return padded.contiguous().view(torch.int32)  # bytes in the order of memory, which is the lowest first
+    words = padded.reshape(-1).view(torch.int32)  # bytes in the order of memory, which is the lowest first
+    return words.view(*padded.shape[:-1], -1)
 
 
 def pack_rows(codes: torch.Tensor, bits: int) -> torch.Tensor:

@@ -43,6 +43,7 @@ WRITTEN = [  # scheme, the tensors of a gate, and what is read back if it is ano
     ("int8_w8a16", PLAIN, "int8_w8a16"),
     ("int8_w8a16_g64", INTEGERS, "int8_w8a16_g64"),
     ("int8_w8a16_g32_zp", POINTS, "int8_w8a16_g32_zp"),
+    ("int8_w8a16_zp", POINTS, "int8_w8a16_zp"),
     ("int4_w4a16", INTEGERS, "int4_w4a16"),
     ("int4_w4a16_g32_zp_f16", POINTS, "int4_w4a16_g32_zp_f16"),
     ("int4_w4a8_g128", INTEGERS, "int4_w4a8_g128"),
