@@ -198,6 +198,9 @@ BROKEN = base(2, "up")
         ("pack_quantized", ".weight_packed", lambda t: t[:, :-1].contiguous(), ("groups of 32", "88")),
         ("pack_quantized", ".weight_scale", lambda t: t.half(), ("int4_w4a16_g32_f16", "int4_w4a16_g32")),
         ("pack_quantized_zero_points", ".weight_zero_point", lambda t: t.t().contiguous(), ("[3, 8]", "[8, 3]")),
+        ("blockwise_int8", ".weight_scale_inv", None, ("is missing",)),
+        ("blockwise_int8", ".weight_scale_inv", lambda t: t[:1], ("[1, 3]", "[4, 3]", "float8_e8m0fnu")),
+        ("blockwise_int8", ".weight_scale_inv", lambda t: t.int(), ("int32", "float8_e8m0fnu")),
         ("fp8_static", ".input_scale", lambda t: t * 0, ("input_scale", "not positive")),
         ("nvfp4_compressed", ".weight_scale", lambda t: t.float(), ("torch.float32", "float8_e4m3fn")),
         ("nvfp4_modelopt", ".weight_scale_2", lambda t: t * 0, ("not positive",)),
@@ -276,11 +279,27 @@ def changed(name: str, path: tuple[Any, ...], value: Any) -> dict[str, Any]:
 
 
 WEIGHTS = ("config_groups", "group_0", "weights")
+BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16]}
 
 
 @pytest.mark.parametrize(
     ("config", "words"),
     [
+        ("int8", ("'int8'",)),
+        ({"quant_method": "bitnet"}, ("'bitnet'", "mxfp4")),
+        ({"quant_method": ["fp8"]}, ("['fp8']",)),
+        ({"quant_method": "awq", "bits": 3}, ("'awq'", "bits 3")),
+        ({"quant_method": "awq", "bits": 4}, ("'awq'", "group_size None")),
+        (changed("awq", ("group_size",), 24), ("(24)", "multiple of 16")),
+        (changed("gptq", ("sym",), 1), ("'gptq'", "sym 1")),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, ("'modelopt'", "quant_algo 'W4A8_AWQ'")),
+        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, ("config_groups None",)),
+        (BLOCKS | {"is_checkpoint_fp8_serialized": False}, ("'fp8'", "is_checkpoint_fp8_serialized False")),
+        (BLOCKS | {"activation_scheme": "token"}, ("'fp8'", "activation_scheme 'token'")),
+        (BLOCKS | {"activation_scheme": "static"}, ("'fp8'", "scheme 'static'")),
+        (BLOCKS | {"fmt": "e5m2"}, ("'fp8'", "fmt 'e5m2'")),
+        (BLOCKS | {"weight_block_size": [128]}, ("'fp8'", "weight_block_size [128]")),
+        (BLOCKS | {"weight_block_size": [100, 128]}, ("weight_block_size [100, 128]", "multiple of 16")),
         (changed("gptq", ("bits",), 3), ("'gptq'", "bits 3")),
         (changed("gptq", ("group_size",), "32"), ("group_size '32'",)),
         (changed("gptq", ("checkpoint_format",), "marlin"), ("checkpoint_format 'marlin'",)),
@@ -300,12 +319,13 @@ WEIGHTS = ("config_groups", "group_0", "weights")
         (changed("pack_quantized", ("sparsity_config",), {"format": "sparse-24-bitmask"}), ("sparse-24-bitmask",)),
     ],
 )
-def test_what_is_not_read_is_named(tmp_path: Path, config: dict[str, Any], words: tuple[str, ...]) -> None:
+def test_what_is_not_read_is_named(tmp_path: Path, config: Any, words: tuple[str, ...]) -> None:
     write(tmp_path, "gptq")
     write_config(tmp_path, config)
     with pytest.raises(ValueError) as caught:
         Checkpoint.open(tmp_path)
-    assert [word for word in ("config.json", *words) if word not in str(caught.value)] == []
+    read = () if "multiple of 16" in words else ("bfloat16", "fp8 e4m3 with weight_block_size [n, k]")
+    assert [word for word in ("config.json", *words, *read) if word not in str(caught.value)] == []
 
 
 @pytest.mark.parametrize("name", ["nvfp4_modelopt", "nvfp4_compressed"])

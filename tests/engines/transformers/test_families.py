@@ -301,6 +301,13 @@ PUBLISHED = {  # from the config.json of the models named
         {"method": 2, "num_topk": 8, "num_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
         {},
     ),
+    "Mixtral with gelu": (
+        {"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8}
+        | {"num_experts_per_tok": 2, "hidden_act": "gelu"},
+        (4096, 14336, 8),
+        {"method": 1, "num_topk": 2},
+        {"kind": "gelu"},
+    ),
     "OLMoE-1B-7B": (
         {"model_type": "olmoe", "hidden_size": 2048, "intermediate_size": 1024, "num_experts": 64}
         | {"num_experts_per_tok": 8, "hidden_act": "silu", "norm_topk_prob": False},
