@@ -67,9 +67,7 @@ class ExpertWeights(_Referable):
     scheme: QuantScheme = SCHEMES["none"]
     w13_bias: torch.Tensor | None = None  # [L, W]
     w2_bias: torch.Tensor | None = None  # [L, H]
-    w13_input_scale: torch.Tensor | None = (
-        None  # [1] float32, static activation scale of the first GEMM, scheme "tensor"
-    )
+    w13_input_scale: torch.Tensor | None = None  # [1] float32, static, of the first GEMM's tokens, per tensor
     w2_input_scale: torch.Tensor | None = None  # [L] float32, the same for the second GEMM, one for each expert
     per_expert: PerExpert = PerExpert()
     up_first: bool = False
@@ -142,8 +140,7 @@ class ExpertWeights(_Referable):
         Args:
             source: the same tensors with the same shapes and dtypes, on any device.
         Errors: ValueError names the scheme, the order of w13's rows, or the first tensor that differs; nothing is
-        copied then.
-        Local, on the current stream; ordered like any other copy with calls of a layer on that stream.
+        copied then. Local, on the current stream, like any other copy.
         """
         if source.scheme != self.scheme:
             raise ValueError(
@@ -197,9 +194,8 @@ class ExpertWeights(_Referable):
         Returns: layer -> weights, experts in the order of `placement.local_experts(rank)`.
         Errors: ValueError that names tensor and file if a tensor is missing, has a wrong shape, is truncated, has an
         unsupported format or is in two files; for an index that names an absent file, an unknown model_type or layer,
-        a directory without safetensors, and a placement of another number of experts. An error in any expert of the
-        chosen layers is raised on every rank, except for those that only a quantized weight's data show: a negative
-        scale, zero points or global scales that contradict the config.
+        a directory without safetensors, and a placement of another number of experts. Errors in any expert of the
+        chosen layers are raised on every rank, but for those that only the data of quantized weights show.
         Local; synchronizes with `device`.
         """
         chosen = None if scheme is None else get_scheme(scheme)

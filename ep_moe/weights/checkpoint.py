@@ -14,26 +14,11 @@ import torch
 
 from ep_moe.config import DTYPES, MoEConfig
 from ep_moe.quant import SCHEMES, QuantScheme, StoredMatrix
-from ep_moe.weights.families import (
-    ExpertTensor,
-    Family,
-    Form,
-    dtype_of,
-    extra_layers,
-    find_family,
-    moe_config,
-    read_config,
-)
+from ep_moe.weights import families
+from ep_moe.weights.families import ExpertTensor, Family, Form
 from ep_moe.weights.method import Method, scales_of_halves, scheme_of_halves
 from ep_moe.weights.methods import method_of
-from ep_moe.weights.quantized import (
-    AnyTensor,
-    QuantizedTensor,
-    collect,
-    read_dequantized,
-    read_matrix,
-    read_order,
-)
+from ep_moe.weights.quantized import AnyTensor, QuantizedTensor, collect, read_dequantized, read_matrix, read_order
 from ep_moe.weights.storage import TensorReader, list_tensors
 
 
@@ -58,18 +43,17 @@ class Checkpoint:
         Errors: ValueError as of `moe_config` and `list_tensors`, for weights in an unsupported quantization, and for
         quantized weights without their scale. Local.
         """
-        raw, name = read_config(directory)
-        method, extra = method_of(raw, name), extra_layers(raw, name)
-        config, family = moe_config(raw, name), find_family(raw, name)
+        raw, name = families.read_config(directory)
+        method, extra = method_of(raw, name), families.extra_layers(raw, name)
         tensors = {
             key: stored for key, stored in list_tensors(directory).items() if not extra or _layer_of(key) not in extra
         }
         return cls(
             directory=Path(directory),
-            config=config,
-            family=family,
+            config=families.moe_config(raw, name),
+            family=families.find_family(raw, name),
             tensors=collect(tensors, method),
-            dtype=dtype_of(raw, name),
+            dtype=families.dtype_of(raw, name),
             method=method,
         )
 
@@ -155,12 +139,11 @@ class Checkpoint:
         """
         with TensorReader() as reader:
             for name in sorted(name for name, of in self._other_biases.items() if of == layer):
-                bias = torch.empty(self.tensors[name].shape, dtype=self.tensors[name].dtype, device="cpu")
-                read_dequantized(reader, self.tensors[name], bias)
+                stored = self.tensors[name]
+                bias = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+                read_dequantized(reader, stored, bias)
                 if bool(bias.any()):
-                    raise ValueError(
-                        f"{name} in {self.tensors[name].file} is not zero, and experts of this model have no biases"
-                    )
+                    raise ValueError(f"{name} in {stored.file} is not zero, and experts of this model have no biases")
         first: AnyTensor | None = None
         for tensor in self.layers[layer]:
             if self.method is not None and "bias" in tensor.field and isinstance(first, QuantizedTensor):
@@ -174,8 +157,11 @@ class Checkpoint:
                         f"{stored.name} in {stored.file} is {stored.dtype}, other experts of layer {layer} are "
                         f"{first.dtype}"
                     )
-                if isinstance(stored, QuantizedTensor) and isinstance(first, QuantizedTensor):
-                    _check_same(stored, first)
+                if not isinstance(stored, QuantizedTensor) or not isinstance(first, QuantizedTensor):
+                    continue
+                one, other = stored.method.scheme.name, first.method.scheme.name
+                if one != other:
+                    raise ValueError(f"{stored.name} in {stored.file} is stored as {one}, {first.name} as {other}")
         assert first is not None
         return first.dtype
 
@@ -333,13 +319,6 @@ class DenseTensors(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self.stored)
-
-
-def _check_same(stored: QuantizedTensor, first: QuantizedTensor) -> None:
-    """Raise if two experts of a layer have scales of several dtypes."""
-    scheme, other = stored.method.scheme.name, first.method.scheme.name
-    if scheme != other:
-        raise ValueError(f"{stored.name} in {stored.file} is stored as {scheme}, {first.name} as {other}")
 
 
 def _layer_of(name: str) -> int | None:

@@ -125,18 +125,17 @@ GROUPS = {"num_group": "n_group", "topk_group": "topk_group", "routed_scaling_fa
 
 LLAMA_FORMS = _forms("model.layers.{layer}.mlp.experts", "gate_proj", "up_proj", "down_proj")
 MIXTRAL_FORMS = _forms("model.layers.{layer}.block_sparse_moe.experts", "w1", "w3", "w2")
-GPT_OSS_FORM = (
-    ExpertTensor(name="model.layers.{layer}.mlp.experts.gate_up_proj", field="w13", transposed=True, interleaved=True),
-    ExpertTensor(name="model.layers.{layer}.mlp.experts.gate_up_proj_bias", field="w13_bias", interleaved=True),
-    ExpertTensor(name="model.layers.{layer}.mlp.experts.down_proj", field="w2", transposed=True),
-    ExpertTensor(name="model.layers.{layer}.mlp.experts.down_proj_bias", field="w2_bias"),
-)
-GPT_OSS_MXFP4_FORM = (
-    ExpertTensor(name="model.layers.{layer}.mlp.experts.gate_up_proj_blocks", field="w13", interleaved=True),
-    ExpertTensor(name="model.layers.{layer}.mlp.experts.gate_up_proj_bias", field="w13_bias", interleaved=True),
-    ExpertTensor(name="model.layers.{layer}.mlp.experts.down_proj_blocks", field="w2"),
-    ExpertTensor(name="model.layers.{layer}.mlp.experts.down_proj_bias", field="w2_bias"),
-)
+
+
+def _gpt_oss_form(weight: str, *, transposed: bool) -> Form:
+    """`weight`: the end of the names of weights."""
+    first, second = (f"model.layers.{{layer}}.mlp.experts.{part}_proj" for part in ("gate_up", "down"))
+    return (
+        ExpertTensor(name=f"{first}{weight}", field="w13", transposed=transposed, interleaved=True),
+        ExpertTensor(name=f"{first}_bias", field="w13_bias", interleaved=True),
+        ExpertTensor(name=f"{second}{weight}", field="w2", transposed=transposed),
+        ExpertTensor(name=f"{second}_bias", field="w2_bias"),
+    )
 
 
 def _softmax_routing(config: Mapping[str, Any], name: str) -> RoutingConfig:
@@ -177,6 +176,12 @@ def _clamped_swiglu(config: Mapping[str, Any], name: str) -> ActivationConfig:
     )
 
 
+GROUPED_FAMILY = Family(
+    forms=LLAMA_FORMS,
+    routing=_grouped_routing,
+    routing_bias="model.layers.{layer}.mlp.gate.e_score_correction_bias",
+    num_experts=("n_routed_experts",),
+)
 FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(forms=LLAMA_FORMS, routing=_softmax_routing),
     "olmoe": Family(forms=LLAMA_FORMS, routing=_softmax_routing, intermediate="intermediate_size"),
@@ -186,18 +191,8 @@ FAMILIES: dict[str, Family] = {
         renames=((".block_sparse_moe.", ".mlp."),),
         intermediate="intermediate_size",
     ),
-    "deepseek_v3": Family(
-        forms=LLAMA_FORMS,
-        routing=_grouped_routing,
-        routing_bias="model.layers.{layer}.mlp.gate.e_score_correction_bias",
-        num_experts=("n_routed_experts",),
-    ),
-    "glm4_moe": Family(
-        forms=LLAMA_FORMS,
-        routing=_grouped_routing,
-        routing_bias="model.layers.{layer}.mlp.gate.e_score_correction_bias",
-        num_experts=("n_routed_experts",),
-    ),
+    "deepseek_v3": GROUPED_FAMILY,
+    "glm4_moe": GROUPED_FAMILY,
     "minimax_m2": Family(
         forms=MIXTRAL_FORMS,
         routing=_biased_routing,
@@ -206,7 +201,7 @@ FAMILIES: dict[str, Family] = {
         intermediate="intermediate_size",
     ),
     "gpt_oss": Family(
-        forms=(GPT_OSS_MXFP4_FORM, GPT_OSS_FORM),
+        forms=(_gpt_oss_form("_blocks", transposed=False), _gpt_oss_form("", transposed=True)),
         routing=_renormalized_routing,
         activation=_clamped_swiglu,
         router="model.layers.{layer}.mlp.router.weight",

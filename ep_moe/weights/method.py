@@ -24,7 +24,7 @@ _PER_CHANNEL = {"fp8_tensor": "fp8_tensor_channel", "fp8_w8a16_tensor": "fp8_w8a
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Method:
-    """How a checkpoint stores its quantized weights. The weight X.weight has a tensor for each part, by suffix of X.
+    """How a checkpoint stores its quantized weights: X.weight has a tensor for each part, by suffix of X.
 
     Args:
         name: in errors.
@@ -133,7 +133,7 @@ def scheme_of_halves(scheme: QuantScheme, intermediate: int) -> QuantScheme:
     """The scheme that holds a gate and an up half [I, K] with scales of their own as one matrix [gate; up].
 
     Blocks get gcd(block rows, I) rows, so that none spans both halves; a scale for each half becomes one for each
-    channel; `scales_of_halves` converts them. Example: with I = 192, blocks of 128 x 128 become 64 x 128. Local.
+    channel. Example: with I = 192, blocks of 128 x 128 become 64 x 128. Local.
     """
     if scheme.weight.granularity == "block":
         rows, columns = scheme.weight.block

@@ -163,13 +163,8 @@ def _modelopt(config: Config) -> Method:
 
 def _mxfp4(config: Config) -> Method:
     """gpt-oss: stacked experts, blocks [E, 2I, G, 16] with gate and up rows in turn, and scales [E, 2I, G]."""
-    return Method(
-        name="mxfp4",
-        scheme=SCHEMES["mxfp4_w4a16"],
-        values="_blocks",
-        weight="_blocks",
-        parts={"scale": "_scales"},
-    )
+    parts = {"scale": "_scales"}
+    return Method(name="mxfp4", scheme=SCHEMES["mxfp4_w4a16"], values="_blocks", weight="_blocks", parts=parts)
 
 
 def _compressed_tensors(config: Config) -> Method:
@@ -189,11 +184,8 @@ def _compressed_tensors(config: Config) -> Method:
     [group] = different
     if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
         raise _UnreadError(config, "config_groups")
-    form, tokens, weights = (
-        group.get("format") or config.get("format"),
-        group.get("input_activations"),
-        group["weights"],
-    )
+    form, tokens = group.get("format") or config.get("format"), group.get("input_activations")
+    weights = group["weights"]
     if tokens is not None and not isinstance(tokens, Mapping):
         raise _UnreadError(group, "input_activations")
     _require(weights, num_bits=(4, 8), type=("int", "float"), dynamic=(False, None))
@@ -224,6 +216,13 @@ def _without_targets(group: Any) -> Any:
     return {key: value for key, value in group.items() if key != "targets"} if isinstance(group, Mapping) else group
 
 
+_MICRO_FORMS: dict[Any, tuple[str, int, dict[Any, str]]] = {  # strategy, group_size, schemes by type and bits of tokens
+    "nvfp4-pack-quantized": ("tensor_group", 16, {None: "nvfp4_w4a16_divisor", ("float", 4): "nvfp4_divisor"}),
+    "mxfp4-pack-quantized": ("group", 32, {None: "mxfp4_w4a16", ("float", 8): "mxfp4_w4a8"}),
+    "mxfp8-quantized": ("group", 32, {None: "mxfp8_w8a16", ("float", 8): "mxfp8"}),
+}
+
+
 def _compressed_scheme(weights: Config, tokens: Config | None, form: Any) -> tuple[QuantScheme, QuantScheme]:
     """The scheme of a layer, and one whose weights are as on disk."""
     strategy, token_strategy = weights.get("strategy"), None if tokens is None else tokens.get("strategy")
@@ -231,15 +230,10 @@ def _compressed_scheme(weights: Config, tokens: Config | None, form: Any) -> tup
     if tokens is not None:
         _require(tokens, num_bits=(4, 8), type=("int", "float"), symmetric=(True, None))
     bits = None if tokens is None else (tokens["type"], tokens["num_bits"])
-    if form == "nvfp4-pack-quantized":
-        _require(weights, strategy=("tensor_group",), group_size=(16,), symmetric=(True, None))
-        name = {None: "nvfp4_w4a16_divisor", ("float", 4): "nvfp4_divisor"}.get(bits)
-    elif form == "mxfp4-pack-quantized":
-        _require(weights, strategy=("group",), group_size=(32,), symmetric=(True, None))
-        name = {None: "mxfp4_w4a16", ("float", 8): "mxfp4_w4a8"}.get(bits)
-    elif form == "mxfp8-quantized":
-        _require(weights, strategy=("group",), group_size=(32,), symmetric=(True, None))
-        name = {None: "mxfp8_w8a16", ("float", 8): "mxfp8"}.get(bits)
+    if form in _MICRO_FORMS:
+        wanted, group_size, by_bits = _MICRO_FORMS[form]
+        _require(weights, strategy=(wanted,), group_size=(group_size,), symmetric=(True, None))
+        name = by_bits.get(bits)
     elif form == "pack-quantized":
         _require(weights, type=("int",), strategy=("channel", "group"), symmetric=(True, False, None))
         group = _group(weights) if strategy == "group" else ""

@@ -1,8 +1,7 @@
 """Integers of 4 and 8 bits packed in int32, as GPTQ, AWQ and compressed-tensors store them, and back.
 
-In all of them the first element is in the lowest bits. compressed-tensors packs the columns of a row; GPTQ packs the
-rows of the transposed weight, AWQ its columns, in another order within each int32. compressed-tensors stores signed
-integers plus half their range, so all three hold unsigned ones.
+The first element is in the lowest bits. compressed-tensors packs the columns of a row; GPTQ the rows of the transposed
+weight, AWQ its columns, in another order within each int32. All hold unsigned integers.
 Letters: N and K rows and columns of a weight, P elements of one int32 (8 of 4 bits, 4 of 8 bits).
 """
 

@@ -170,21 +170,17 @@ def read_matrix(
     start, stop = (0, num_rows) if rows is None else rows
     tile_rows = stored.tile(*weight.shape)[0]
     values = _read(reader, _rows_of(values_part, start, stop, 1, num_rows) if rows else values_part, device)
-    wanted = _rows_of(scale_part, start, stop, tile_rows, num_rows) if rows else scale_part
-    scale = _read(reader, wanted, device)
-    if method.packing == "plain":
-        zero = None
-    else:
+    scale = _read(reader, _rows_of(scale_part, start, stop, tile_rows, num_rows) if rows else scale_part, device)
+    zero, packed = None, method.packing != "plain"
+    if packed:
         values, scale, zero = _unpacked(reader, weight, values, scale, device)
     if order is not None:
         values = values[:, order]
-    if method.packing != "plain":
+    if packed:
         values = as_stored(values, stored)
     shape = stored.scale_shape((stop - start, weight.shape[-1]))
-    if stored.scale_dtype.itemsize == 1:
-        scale = scale.view(stored.scale_dtype).reshape(shape)
-    else:
-        scale = scale.to(stored.scale_dtype).reshape(shape)
+    scale = scale.view(stored.scale_dtype) if stored.scale_dtype.itemsize == 1 else scale.to(stored.scale_dtype)
+    scale = scale.reshape(shape)
     if stored.scale_dtype != torch.float8_e8m0fnu and bool((scale.float() < 0).any()):
         raise ValueError(f"{scale_part.name} in {scale_part.file} has negative scales")
     global_part = weight.parts.get("global_scale")
@@ -193,12 +189,8 @@ def read_matrix(
         global_scale = _read(reader, global_part, device).reshape(())
         if not bool(global_scale > 0):
             raise ValueError(f"{global_part.name} in {global_part.file} is {global_scale.item()}, not positive")
-    return StoredMatrix(
-        values,
-        scale=scale,
-        zero=None if zero is None else zero.reshape(shape),
-        global_scale=global_scale,
-    )
+    zero = None if zero is None else zero.reshape(shape)
+    return StoredMatrix(values, scale=scale, zero=zero, global_scale=global_scale)
 
 
 def _unpacked(

@@ -1,10 +1,7 @@
 """Tensors of a checkpoint directory, read in portions: a rank reads only the tensors that it needs.
 
 safetensors checks the headers; tensors are read from the file directly into their destination. safetensors itself maps
-the file, so that every page read counts as this process' memory until the file is closed; reopening it for each tensor
-would parse the whole header each time.
-
-Letters: D the first dimension of a tensor.
+the file, so that every page read counts as this process' memory until the file is closed.
 """
 
 import dataclasses

@@ -40,9 +40,8 @@ def quantization_config(scheme: QuantScheme, *, gpt_oss: bool, ignored: list[str
         if scheme.name != "mxfp4_w4a16":
             raise ValueError(f"gpt-oss is written in mxfp4_w4a16, not in {scheme.name!r}")
         return {"quant_method": "mxfp4", "modules_to_not_convert": ignored}
-    algorithms = {"nvfp4": "NVFP4", "nvfp4_w4a16": "W4A16_NVFP4"}
-    if scheme.name in algorithms:
-        algorithm = algorithms[scheme.name]
+    algorithm = {"nvfp4": "NVFP4", "nvfp4_w4a16": "W4A16_NVFP4"}.get(scheme.name)
+    if algorithm is not None:
         return {"quant_method": "modelopt", "quant_algo": algorithm, "group_size": weight.block[1], "ignore": ignored}
     if scheme.name.startswith("fp8_block") and not weight.power_of_two:
         blocks = {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(weight.block)}
@@ -223,10 +222,7 @@ def _experts(
                     if tensor.stacked:
                         stacked.setdefault(f"{name.removesuffix('_blocks')}{suffix}", []).append(value)
                     else:
-                        yield (
-                            f"{name.removesuffix('.weight')}{suffix}" if suffix[:1] == "." else f"{name}{suffix}",
-                            value,
-                        )
+                        yield (name.removesuffix(".weight") if suffix[:1] == "." else name) + suffix, value
     for name, values in stacked.items():
         yield name, torch.stack(values)
     for tensor in form:
