@@ -44,8 +44,8 @@ def shipped() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def said(shipped: PreTrainedModel) -> torch.Tensor:
-    """60 tokens [4, 60] that transformers' loop generates after `TEXTS`, which fewer tokens and other batches share."""
-    return by_transformers(shipped, *prompts_of(*TEXTS), max_new_tokens=60)
+    """32 tokens [4, 32] that transformers' loop generates after `TEXTS`, which fewer tokens and other batches share."""
+    return by_transformers(shipped, *prompts_of(*TEXTS), max_new_tokens=32)
 
 
 def cut(tokens: torch.Tensor, *end_ids: int) -> torch.Tensor:
@@ -55,7 +55,7 @@ def cut(tokens: torch.Tensor, *end_ids: int) -> torch.Tensor:
 
 
 def test_the_shipped_model_says_the_same(shipped: PreTrainedModel, said: torch.Tensor) -> None:
-    for new_tokens in (1, 2, 40):
+    for new_tokens in (1, 2, 32):
         assert torch.equal(by_passes(shipped, *prompts_of(*TEXTS), max_new_tokens=new_tokens), said[:, :new_tokens])
     for row, text in enumerate(TEXTS):
         assert torch.equal(by_passes(shipped, *prompts_of(text), max_new_tokens=17)[0], said[row, :17])
@@ -73,12 +73,12 @@ def test_models_say_the_same(name: str, prompt_tokens: int) -> None:
     """Windows of 6 positions: prompts that are shorter, as long, and longer; with and without padding."""
     model = sharded_model(name)
     ids = torch.randint(3, 60, (3, prompt_tokens), generator=torch.Generator().manual_seed(1))
-    expected = by_transformers(model, ids, max_new_tokens=20)
-    assert torch.equal(by_passes(model, ids, max_new_tokens=20), expected)
+    expected = by_transformers(model, ids, max_new_tokens=10)
+    assert torch.equal(by_passes(model, ids, max_new_tokens=10), expected)
     mask = torch.ones_like(ids)
     mask[1, : prompt_tokens - 2] = 0
-    expected[1] = by_transformers(model, ids[1:2, -2:], max_new_tokens=20)[0]
-    assert torch.equal(by_passes(model, ids * mask, mask, max_new_tokens=20), expected)
+    expected[1] = by_transformers(model, ids[1:2, -2:], max_new_tokens=10)[0]
+    assert torch.equal(by_passes(model, ids * mask, mask, max_new_tokens=10), expected)
 
 
 @pytest.mark.parametrize("num_groups", [1, 2, 6])
@@ -101,7 +101,7 @@ def test_end_tokens_and_lengths(shipped: PreTrainedModel, said: torch.Tensor) ->
     ids, mask = prompts_of(*TEXTS)
     ends = int(said[1, 20]), 7
     for run in (by_passes, by_transformers):
-        assert torch.equal(run(shipped, ids, mask, max_new_tokens=40, end_ids=ends), cut(said[:, :40], *ends))
+        assert torch.equal(run(shipped, ids, mask, max_new_tokens=24, end_ids=ends), cut(said[:, :24], *ends))
         assert run(shipped, ids[:0], None, max_new_tokens=5).shape == (0, 5)
         assert run(shipped, ids, mask, max_new_tokens=0).shape == (4, 0)
 
@@ -327,7 +327,7 @@ def test_a_pass_is_captured_once_for_its_shape(shipped: PreTrainedModel, said: t
     model = from_pretrained(SHIPPED_MODEL, EPGroup.single("cpu"), dtype=torch.float32)
     steps, (ids, mask) = [], prompts_of(*TEXTS)
     with captured_on_a_cpu() as counts:
-        for rows, new_tokens in ((4, 9), (3, 9), (1, 9), (4, 40), (4, 9)):
+        for rows, new_tokens in ((4, 9), (3, 9), (1, 9), (4, 30), (4, 9)):
             found = by_passes(model, *prompts_of(*TEXTS[:rows]), graphs=True, max_new_tokens=new_tokens)
             assert torch.equal(found, said[:rows, :new_tokens])
             steps.append(list(counts))
@@ -399,80 +399,50 @@ def test_nothing_runs_once_the_session_has_ended(shipped: PreTrainedModel) -> No
 # Two ranks.
 
 
-def on_rank(group: EPGroup) -> dict[str, Any]:
-    """What a rank's passes say, for prompts that differ between ranks in number, length and new tokens."""
+def on_rank(group: EPGroup, said: torch.Tensor) -> list[list[str]]:
+    """A rank's passes, for prompts that differ between ranks in number, length and new tokens; returns its errors."""
     torch.set_num_threads(1)
+    rank = group.rank
     model = from_pretrained(SHIPPED_MODEL, group, dtype=torch.float32, max_tokens_per_rank=80)
-    texts = (TEXTS, TEXTS[:1])[group.rank]
-    ids, mask = prompts_of(*texts)
-    none = ids[:0]
-    found: dict[str, Any] = {
-        "uneven": by_passes(model, ids, mask, max_new_tokens=(9, 20)[group.rank]),
-        "ends": by_passes(model, ids, mask, max_new_tokens=60, end_ids=(32,)),
-        "one has none": by_passes(model, (ids, none)[group.rank], (mask, None)[group.rank], max_new_tokens=5),
-        "one wants none": by_passes(model, ids, mask, max_new_tokens=(0, 5)[group.rank]),
-        "none want any": by_passes(model, ids, mask, max_new_tokens=0),
-        "transformers, one has none": by_transformers(
-            model, (none, ids)[group.rank], (None, mask)[group.rank], max_new_tokens=5
-        ),
-    }
-    for name, generate_by in (("errors", by_passes), ("errors of transformers' loop", by_transformers)):
-        found[name] = errors = []
-        for rank in range(2):
-            bad = ids.float() if group.rank == rank else ids
+    whole, (ids, mask) = (said, said[:1])[rank], prompts_of(*(TEXTS, TEXTS[:1])[rank])
+
+    def check(rows: int, new_tokens: int, run: Any = by_passes, *end_ids: int) -> None:
+        given = (ids[:rows], None if mask is None else mask[:rows]) if rows else (ids[:0], None)
+        found = run(model, *given, max_new_tokens=new_tokens, end_ids=end_ids)
+        assert torch.equal(found, cut(whole[:rows], *end_ids)[:, :new_tokens]), (rows, new_tokens, end_ids)
+
+    every = ids.shape[0]
+    check(every, (9, 20)[rank])
+    check(every, 32, by_passes, 32)
+    check((every, 0)[rank], 5)
+    check(every, (0, 5)[rank])
+    check(every, 0)
+    check((0, every)[rank], 5, by_transformers)
+    errors: list[list[str]] = [[], []]
+    for said_by, run in zip(errors, (by_passes, by_transformers), strict=True):
+        for culprit in range(2):
             try:
-                generate_by(model, bad, mask, max_new_tokens=3)
+                run(model, ids.float() if rank == culprit else ids, mask, max_new_tokens=3)
             except ValueError as error:
-                errors.append(str(error))
-    found["after errors"] = by_passes(model, ids, mask, max_new_tokens=3)
+                said_by.append(str(error))
+    check(every, 3)
     model.ep_moe.decoder.graphs = True
     with captured_on_a_cpu():
-        one = ids[:1], None if mask is None else mask[:1]
         for turn in range(3):  # both ranks capture, then rank 0 alone, then none
-            rows = one if group.rank == 0 and turn == 0 else (ids, mask)
-            found[f"captured {turn}"] = by_passes(model, *rows, max_new_tokens=20)
-    found["shapes"] = sorted(shape.rows for shape in model.ep_moe.decoder.shapes)
+            check(every if rank or turn else 1, 20)
+    assert sorted(shape.rows for shape in model.ep_moe.decoder.shapes) == ([1, 4], [1])[rank]
     model.ep_moe.destroy()
-    return found
+    return errors
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> list[dict[str, Any]]:
-    """Both ranks' results of `on_rank`."""
-    return launch(on_rank, num_ranks=2, config=GroupConfig(timeout_secs=60), device="cpu")
-
-
-def test_ranks_of_different_buckets_stay_in_step(said: torch.Tensor, two_ranks: list[dict[str, Any]]) -> None:
-    for rank, found in enumerate(two_ranks):
-        whole = (said, said[:1])[rank]
-        expected = {
-            "uneven": whole[:, : (9, 20)[rank]],
-            "ends": cut(whole, 32),
-            "one has none": (whole, whole[:0])[rank][:, :5],
-            "one wants none": whole[:, : (0, 5)[rank]],
-            "none want any": whole[:, :0],
-            "transformers, one has none": (whole[:0], whole)[rank][:, :5],
-            "after errors": whole[:, :3],
-            "captured 0": whole[:1, :20],
-            "captured 1": whole[:, :20],
-            "captured 2": whole[:, :20],
-        }
-        for name, tokens in expected.items():
-            assert torch.equal(found[name], tokens), name
-        assert found["shapes"] == ([1, 4], [1])[rank]
-
-
-def test_a_refusal_is_one_on_all_ranks(two_ranks: list[dict[str, Any]]) -> None:
+def test_ranks_of_different_buckets_stay_in_step_and_refuse_as_one(said: torch.Tensor) -> None:
+    ranks = launch(on_rank, said, num_ranks=2, config=GroupConfig(timeout_secs=60), device="cpu")
     own, other = "expected [rows, tokens] int64 on cpu", "rank {} refused its prompts; its own error names the reason"
-    assert own in two_ranks[0]["errors"][0]
-    assert own in two_ranks[1]["errors"][1]
-    assert two_ranks[0]["errors"][1] == other.format(1)
-    assert two_ranks[1]["errors"][0] == other.format(0)
-    for rank, found in enumerate(two_ranks):
-        assert len(found["errors of transformers' loop"]) == 2
-        for culprit, message in enumerate(found["errors of transformers' loop"]):
-            assert own in message
-            assert message.startswith(f"rank {culprit} raised ValueError: ") == (culprit != rank)
+    for rank, (by_pass, by_loop) in enumerate(ranks):
+        for culprit in range(2):
+            assert by_pass[culprit] == other.format(culprit) if culprit != rank else own in by_pass[culprit]
+            assert own in by_loop[culprit]
+            assert by_loop[culprit].startswith(f"rank {culprit} raised ValueError: ") == (culprit != rank)
 
 
 def die_between_passes(group: EPGroup, folder: Path) -> None:

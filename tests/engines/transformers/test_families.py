@@ -77,6 +77,9 @@ def make_model(family: str, **changes: Any) -> PreTrainedModel:
     return model
 
 
+whole_model = functools.cache(make_model)  # of a family, for tests that do not change it
+
+
 def published(family: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The tensors of a model by the names and in the shapes of its published checkpoint."""
     inner = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2"), "minimax_m2": ("block_sparse_moe", "w1", "w3", "w2")}
@@ -120,7 +123,7 @@ def new_directory() -> Path:
 
 @functools.cache
 def directory_of(family: str, form: str) -> Path:
-    directory, model = new_directory(), make_model(family)
+    directory, model = new_directory(), whole_model(family)
     if form == "published":
         save_file(published(family, model), directory / "model.safetensors")
         write_config(directory, model)
@@ -134,7 +137,7 @@ def _registered() -> Iterator[None]:
     register()
     yield
     shutil.rmtree(root())
-    for cached in (root, directory_of, fp8_directory, fp8_model):
+    for cached in (root, directory_of, fp8_directory, fp8_model, whole_model):
         cached.cache_clear()
 
 
@@ -144,7 +147,7 @@ token_ids = functools.partial(small_models.token_ids, length=9)
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("family", MODELS)
 def test_logits_on_one_rank(family: str, form: str) -> None:
-    whole, ids = make_model(family), token_ids(1)
+    whole, ids = whole_model(family), token_ids(1)
     model = from_pretrained(directory_of(family, form), EPGroup.single("cpu"))
     expected = logits_of(whole, ids)
     assert worst_row_error(logits_of(model, ids), expected) < LIMIT
@@ -181,14 +184,14 @@ def check_whole(directory: Path, expected: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("family", MODELS)
 def test_a_whole_model_is_that_of_transformers(family: str) -> None:
-    check_whole(directory_of(family, "published"), make_model(family))
+    check_whole(directory_of(family, "published"), whole_model(family))
 
 
 @pytest.mark.parametrize("family", MODELS)
 def test_a_rank_reads_its_experts_in_portions(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, with portions of five rows, which divide no tensor."""
     monkeypatch.setattr(storage, "PORTION_BYTES", 5 * 32 * 4)
-    model, num_experts = make_model(family), moe_config(make_config(family)).num_experts
+    model, num_experts = whole_model(family), moe_config(make_config(family)).num_experts
     source = directory_of(family, "published"), Placement.round_robin(num_experts, 2), 1
     weights = ExpertWeights.from_pretrained(*source)
     quantized = ExpertWeights.from_pretrained(*source, scheme="fp8_token")
@@ -244,7 +247,7 @@ def two_ranks() -> list[dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize(("family", "form"), ON_TWO_RANKS)
 def test_logits_on_two_ranks(family: str, form: str) -> None:
-    whole = make_model(family)
+    whole = whole_model(family)
     for rank, found in enumerate(two_ranks()):
         assert worst_row_error(found[f"{form}-{family}"], logits_of(whole, rank_ids(rank))) < LIMIT
 
@@ -465,7 +468,7 @@ def to_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 def fp8_parts(family: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The tensors of an fp8 checkpoint, and the same dequantized."""
     stored, real = {}, {}
-    for name, value in published(family, make_model(family)).items():
+    for name, value in published(family, whole_model(family)).items():
         if value.isnan().any() or value.dim() != 2 or any(part in name for part in PLAIN):
             stored[name] = real[name] = value
         else:
@@ -479,7 +482,7 @@ def fp8_directory(family: str) -> Path:
     save_file(fp8_parts(family)[0], directory / "model.safetensors")
     fmt = "float8_e4m3fn" if family == "minimax_m2" else "e4m3"
     quantized = {"quant_method": "fp8", "fmt": fmt, "activation_scheme": "dynamic", "weight_block_size": BLOCK}
-    write_config(directory, make_model(family), quantization_config=quantized)
+    write_config(directory, whole_model(family), quantization_config=quantized)
     return directory
 
 
@@ -488,7 +491,7 @@ def fp8_model(family: str) -> PreTrainedModel:
     """transformers' eager model with the dequantized weights."""
     directory = new_directory()
     save_file(fp8_parts(family)[1], directory / "model.safetensors")
-    write_config(directory, make_model(family))
+    write_config(directory, whole_model(family))
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, experts_implementation="eager").eval()
 
 
