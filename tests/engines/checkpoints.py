@@ -4,6 +4,7 @@ Written once, by a process without any engine; the engines' processes read them.
 configs, some of which transformers does not save.
 """
 
+import dataclasses
 import functools
 import json
 import sys
@@ -12,13 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from packed_checkpoints import PACKED, write_packed
+from helpers.quantized_layouts import bits_in_words
 from prompts import VOCABULARY, prompts
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, Qwen3MoeConfig
 
-from ep_moe.quant import dequantize_weight, get_scheme, quantize_weight, round_trip
-from ep_moe.weights.writing import quantization_config
+from ep_moe.quant import (
+    QuantScheme,
+    StoredMatrix,
+    dequantize,
+    dequantize_weight,
+    get_scheme,
+    quantize,
+    quantize_weight,
+    round_trip,
+    unpack_nibbles,
+)
+from ep_moe.weights.writing import quantization_config, stored_parts
 
 HIDDEN, INTERMEDIATE = 256, 128
 COMMON: dict[str, Any] = {
@@ -153,98 +164,180 @@ def write(family: str, folder: Path) -> None:
     save_reference(model, folder)
 
 
-BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-TENSORS = {"quant_method": "fp8", "activation_scheme": "static"}
-CHANNELS = quantization_config(get_scheme("fp8_token"), gpt_oss=False, ignored=[])
-MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
-INT8_BLOCKS = BLOCKS | {"quant_method": "blockwise_int8"}
-QUANTIZED: dict[str, tuple[str, dict[str, Any], str]] = {  # scheme, quantization_config, its key for what is not
-    "fp8_block": ("fp8_block", BLOCKS, "modules_to_not_convert"),
-    "fp8_tensor": ("fp8_tensor", TENSORS, "ignored_layers"),
-    "fp8_modelopt": ("fp8_tensor", MODELOPT, "ignore"),
-    "fp8_token": ("fp8_token", CHANNELS, "ignore"),
-    "int8_block": ("int8_block", INT8_BLOCKS, "ignored_layers"),
-    "int8_token": ("int8_token", quantization_config(get_scheme("int8_token"), gpt_oss=False, ignored=[]), "ignore"),
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Form:
+    """How the experts of a checkpoint are quantized.
+
+    Args:
+        scheme: ours for the same numbers. config: quantization_config; by default that of `ep-moe quantize`.
+        ignored: its key for modules that are not quantized, "" if it names them already.
+        static: scales of the activations of both GEMMs. more: other tensors of each weight, by the end of their names.
+    """
+
+    scheme: str
+    config: dict[str, Any] | None = None
+    ignored: str = "ignore"
+    static: tuple[float, float] | None = None
+    more: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+
+
+BLOCKS = {"activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+RULES = {r"-:.*self_attn.*": {}, r"-:.*mlp\.gate$": {}}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False, "dynamic": RULES}
+STATIC = GPTQ | {"desc_act": True, "static_groups": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+AWQ |= {"modules_to_not_convert": ["self_attn", "mlp.gate", "lm_head"]}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "MXFP8", "group_size": 32}
+MX_BLOCKS = {"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32]}
+AWQ_NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of an int32 is column AWQ_NIBBLES[i] of eight
+TOKENS = {".input_global_scale": torch.ones(1)}
+FORMS = {
+    "fp8_block": Form(scheme="fp8_block", config={"quant_method": "fp8", **BLOCKS}, ignored="modules_to_not_convert"),
+    "fp8_tensor": Form(
+        scheme="fp8_tensor",
+        config={"quant_method": "fp8", "activation_scheme": "static"},
+        ignored="ignored_layers",
+        static=(0.02, 0.01),
+    ),
+    "fp8_modelopt": Form(
+        scheme="fp8_tensor", config={"quant_method": "modelopt", "quant_algo": "FP8"}, static=(0.02, 0.01)
+    ),
+    "fp8_token": Form(scheme="fp8_token"),
+    "int8_block": Form(
+        scheme="int8_block", config={"quant_method": "blockwise_int8", **BLOCKS}, ignored="ignored_layers"
+    ),
+    "int8_token": Form(scheme="int8_token"),
+    "int4_group": Form(scheme="int4_w4a16_g32_f32"),
+    "int4_channel": Form(scheme="int4_w4a16_f32"),
+    "int4_zp": Form(scheme="int4_w4a16_g32_zp_f32"),
+    "int8_packed": Form(scheme="int8_w8a16_g32"),
+    "int8_packed_zp": Form(scheme="int8_w8a16_zp_f32"),
+    "gptq": Form(scheme="int4_w4a16_g32_f16", config=GPTQ, ignored=""),
+    "gptq_static": Form(scheme="int4_w4a16_g32_f16", config=STATIC, ignored=""),
+    "gptq8": Form(scheme="int8_w8a16_zp_f16", config=STATIC | {"bits": 8, "group_size": -1}, ignored=""),
+    "gptq_zp": Form(scheme="int4_w4a16_g32_zp_f16", config=GPTQ | {"sym": False}, ignored=""),
+    "awq": Form(scheme="int4_w4a16_g32_zp_f16", config=AWQ, ignored=""),
+    "nvfp4_w4a16": Form(scheme="nvfp4_w4a16_divisor"),
+    "nvfp4": Form(scheme="nvfp4_divisor", more=TOKENS),
+    "nvfp4_modelopt": Form(scheme="nvfp4", more={".input_scale": torch.tensor(1.0)}),
+    "mxfp4": Form(scheme="mxfp4_w4a16"),
+    "mxfp8": Form(scheme="mxfp8"),
+    "mxfp8_modelopt": Form(scheme="mxfp8", config=MODELOPT),
+    "mxfp8_inverse": Form(scheme="mxfp8", config=MX_BLOCKS, ignored="modules_to_not_convert"),
 }
-INPUT_SCALES = (0.02, 0.01)  # static, of the activations of both GEMMs
 
 
-def write_quantized(folder: Path, plain: Path, model: Any, form: str) -> None:
-    """The same model with its experts in fp8, and what the scheme's oracle computes.
+def stored_by(matrix: torch.Tensor, form: Form) -> StoredMatrix:
+    """A matrix in a form's scheme; that of GPTQ in 8 bits is symmetric, with all zero points in the middle."""
+    scheme = get_scheme(form.scheme)
+    if form.config is None or form.config.get("bits") != 8:
+        return quantize_weight(matrix, scheme)
+    scale = (matrix.abs().amax(1) / 127).half()
+    values = ((matrix / scale.float()[:, None]).round().clamp(-128, 127) + 128).to(torch.uint8)
+    return StoredMatrix(values, scale=scale, zero=torch.full(scale.shape, 128, dtype=torch.uint8))
 
-    The oracle dequantizes the weights, and rounds the input of each GEMM to fp8 and back. With a scale per tensor it
-    rounds the half of w13 that has the smaller scale again, with the larger one, as vLLM does.
+
+def parts_of(stored: StoredMatrix, form: Form, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of a weight [N, K] by the end of their names; we write all layouts but those of GPTQ and AWQ."""
+    kind = get_scheme(form.scheme).weight
+    if config["quant_method"] not in ("gptq", "awq"):
+        return stored_parts(stored, kind, config)
+    bits = 8 // kind.packed
+    codes = unpack_nibbles(stored.values) if kind.packed == 2 else stored.values
+    assert stored.scale is not None
+    scale = stored.scale.reshape(codes.shape[0], -1)
+    zero = torch.full(scale.shape, 8) if stored.zero is None else stored.zero.reshape(scale.shape).long()
+    parts = {".scales": scale.t().contiguous()}
+    if config["quant_method"] == "awq":
+        words = (bits_in_words(part.t().numpy(), 4, AWQ_NIBBLES) for part in (codes, zero))
+        return parts | dict(zip((".qweight", ".qzeros"), words, strict=True))
+    parts[".g_idx"] = (torch.arange(codes.shape[1]) // (codes.shape[1] // scale.shape[1])).int()
+    parts[".qzeros"] = bits_in_words((zero.t() - 1).numpy(), bits)
+    return parts | {".qweight": bits_in_words(codes.numpy(), bits).t().contiguous()}
+
+
+def rounded_experts(
+    module: Any,
+    scheme: QuantScheme,
+    static: tuple[float, float] | None,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """The scheme's oracle: the inputs of both GEMMs are rounded, those of NVFP4 with a second scale for each row."""
+    first, second = (None, None) if static is None else (torch.tensor([scale]) for scale in static)
+    result, tokens = torch.zeros_like(x), dequantize(quantize(x, scheme, static_scale=first))
+    for token, row in enumerate(tokens):
+        for expert, weight in zip(ids[token].tolist(), weights[token], strict=True):
+            gate, up = (module.gate_up_proj[expert] @ row).chunk(2)
+            inner = torch.nn.functional.silu(gate) * up
+            inner = round_trip(inner[None], scheme, static_scale=second)[0]
+            result[token] += weight * (module.down_proj[expert] @ inner)
+    return result
+
+
+def half_of(part: torch.Tensor, index: int, count: int) -> torch.Tensor:
+    """One of several equal parts of the rows; a scale of the whole matrix."""
+    return part.chunk(count)[index] if part.dim() else part
+
+
+def write_quantized(folder: Path, plain: Path, model: Any, form: Form) -> None:
+    """Write the model of `plain` with its experts in a form, and what the model computes with the dequantized weights.
+
+    With a scale per tensor the half of w13 that has the smaller scale is rounded again with the larger, as vLLM does.
     """
     folder.mkdir()
-    name, settings, key = QUANTIZED[form]
-    scheme = get_scheme(name)
-    suffix = "_scale_inv" if form.endswith("_block") else "_scale"
-    static = name == "fp8_tensor"
-    tensors = load_file(plain / "model.safetensors")
-    for weight in [weight for weight in tensors if ".experts." in weight]:
-        stored = quantize_weight(tensors[weight], scheme)
-        assert stored.scale is not None
-        scale = stored.scale.unsqueeze(-1) if form.endswith("_token") else stored.scale
-        tensors[weight], tensors[weight + suffix] = stored.values, scale.clone()
-        if static:
-            second = "down_proj" in weight
-            tensors[weight.replace("weight", "input_scale")] = torch.tensor(INPUT_SCALES[second])
+    scheme = get_scheme(form.scheme)
+    tensors = {name: t for name, t in load_file(plain / "model.safetensors").items() if ".experts." not in name}
+    ignored = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    ignored += [name.removesuffix(".weight") for name in tensors if name.endswith("mlp.gate.weight")]
+    settings = form.config or quantization_config(scheme, gpt_oss=False, ignored=[])
+    settings = settings | ({form.ignored: ignored} if form.ignored else {})
+
+    for name, module in model.named_modules():
+        if not name.endswith("mlp.experts"):
+            continue
+        for second, halves in enumerate((("gate_proj", "up_proj"), ("down_proj",))):
+            weight = (module.gate_up_proj, module.down_proj)[second]
+            scales = {} if form.static is None else {".input_scale": torch.tensor(form.static[second])}
+            for expert, matrix in enumerate(weight.data):
+                made = []
+                whole = stored_by(matrix, form)  # both halves at once: they share NVFP4's second scale
+                for index, half in enumerate(matrix.chunk(len(halves))):
+                    rows = whole.map(functools.partial(half_of, index=index, count=len(halves)))
+                    made.append(stored_by(half, form) if scheme.weight.granularity in ("tensor", "block") else rows)
+                dense = torch.cat([dequantize_weight(half, scheme) for half in made])
+                again = form.static is not None
+                weight.data[expert] = dequantize_weight(stored_by(dense, form), scheme) if again else dense
+                for half, stored in zip(halves, made, strict=True):
+                    for end, tensor in (parts_of(stored, form, settings) | scales | form.more).items():
+                        key = f"{name}.{expert}.{half}"
+                        tensors[key + (end if end[:1] == "." else f".weight{end}")] = tensor.clone()
+        if scheme.payload.quantized:
+            module.forward = functools.partial(rounded_experts, module, scheme, form.static)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    ignored = [weight for weight, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    ignored += [weight.removesuffix(".weight") for weight in tensors if weight.endswith("mlp.gate.weight")]
-    config = json.loads((plain / "config.json").read_text())
-    config["quantization_config"] = settings | {key: ignored}
+    config = json.loads((plain / "config.json").read_text()) | {"quantization_config": settings}
     (folder / "config.json").write_text(json.dumps(config))
-
-    def rounded(weight: torch.Tensor) -> torch.Tensor:
-        return torch.stack([dequantize_weight(quantize_weight(one, scheme), scheme) for one in weight])
-
-    def rounded_halves(weight: torch.Tensor) -> torch.Tensor:
-        halves = [rounded(half) for half in weight.chunk(2, dim=1)]
-        return torch.cat(halves, dim=1) if not static else rounded(torch.cat(halves, dim=1))
-
-    def round_rows(x: torch.Tensor, second: bool) -> torch.Tensor:
-        scale = torch.tensor([INPUT_SCALES[second]]) if static else None
-        return round_trip(x[None], scheme, static_scale=scale)[0]
-
-    def forward(self: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        result = torch.zeros_like(x)
-        for token, row in enumerate(x):
-            for expert, weight in zip(ids[token].tolist(), weights[token], strict=True):
-                gate, up = (self.gate_up_proj[expert] @ round_rows(row, False)).chunk(2)
-                inner = torch.nn.functional.silu(gate) * up
-                result[token] += weight * (self.down_proj[expert] @ round_rows(inner, True))
-        return result
-
-    for module in model.modules():
-        if hasattr(module, "gate_up_proj") and module.gate_up_proj.dim() == 3:
-            module.gate_up_proj.data = rounded_halves(module.gate_up_proj.data)
-            module.down_proj.data = rounded(module.down_proj.data)
-            module.forward = forward.__get__(module)
     save_reference(model, folder)
 
 
 def write_mxfp4(folder: Path, plain: Path, model: Any) -> None:
     """gpt-oss as it is published: experts in MXFP4, and what the same model computes with their dequantized weights."""
     folder.mkdir()
-    scheme = get_scheme("mxfp4_w4a16")
-    tensors = load_file(plain / "model.safetensors")
-    experts = {name: module for name, module in model.named_modules() if name.endswith("mlp.experts")}
-    for name, module in experts.items():
-        for part in ("gate_up_proj", "down_proj"):
+    scheme, tensors = get_scheme("mxfp4_w4a16"), load_file(plain / "model.safetensors")
+    ignored = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    settings = quantization_config(scheme, gpt_oss=True, ignored=ignored)
+    for name, module in model.named_modules():
+        for part in ("gate_up_proj", "down_proj") if name.endswith("mlp.experts") else ():
             weight = getattr(module, part)
             stored = quantize_weight(weight.data.transpose(1, 2).contiguous(), scheme)
-            assert stored.scale is not None
             weight.data = dequantize_weight(stored, scheme).transpose(1, 2).contiguous()
             del tensors[f"{name}.{part}"]
-            tensors[f"{name}.{part}_blocks"] = stored.values.unflatten(-1, (-1, 16)).contiguous()
-            tensors[f"{name}.{part}_scales"] = stored.scale.view(torch.uint8)
+            tensors |= {f"{name}.{part}{end}": t for end, t in stored_parts(stored, scheme.weight, settings).items()}
             rounded = getattr(module, f"{part}_bias").data.bfloat16()  # as engines keep biases beside MXFP4
             getattr(module, f"{part}_bias").data, tensors[f"{name}.{part}_bias"] = rounded.float(), rounded
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((plain / "config.json").read_text())
-    ignored = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ignored}
+    config = json.loads((plain / "config.json").read_text()) | {"quantization_config": settings}
     (folder / "config.json").write_text(json.dumps(config))
     save_reference(model, folder)
 
@@ -253,12 +346,8 @@ def main(folder: Path) -> None:
     """Write all checkpoints to a folder."""
     for family in FAMILIES:
         write(family, folder / family)
-    for form in QUANTIZED:
-        write_quantized(folder / f"qwen3_moe_{form}", folder / "qwen3_moe_even", make("qwen3_moe_even")[0], form)
-    for form in PACKED:
-        model = make("qwen3_moe_even")[0]
-        write_packed(folder / f"qwen3_moe_{form}", folder / "qwen3_moe_even", model, form)
-        save_reference(model, folder / f"qwen3_moe_{form}")
+    for name, form in FORMS.items():
+        write_quantized(folder / f"qwen3_moe_{name}", folder / "qwen3_moe_even", make("qwen3_moe_even")[0], form)
     write_mxfp4(folder / "gpt_oss_mxfp4", folder / "gpt_oss", make("gpt_oss")[0])
 
 

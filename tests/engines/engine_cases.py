@@ -5,7 +5,10 @@ Letters: T rows on this rank, H hidden, K top-k.
 
 import contextlib
 import dataclasses
+import functools
+import logging
 import time
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -13,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ep_moe.engines.common.plugin import Hook, check_hooks
+from ep_moe.engines.common.plugin import Needs
 from ep_moe.group import PeerLostError
 from ep_moe.quant import StoredMatrix
 
@@ -121,19 +124,104 @@ def balanced(call: Call, rows: Rows, num_experts: int, move: Callable[[torch.Ten
         assert float((call(rows) - before).abs().max() < 1e-6) == (new is plain)
 
 
-def hooks_are_checked(
-    engine: str,
-    version: str,
-    tested: Sequence[str],
-    hooks: Sequence[Hook],
-    changed: tuple[Any, str],
-    gone: tuple[Any, str],
+def noted(target: Any, name: str, calls: list[str]) -> contextlib.AbstractContextManager[Any]:
+    """In the context, the name of a function is added to `calls` when it is called."""
+    original = getattr(target, name)
+
+    def wrapper(*args: Any, **options: Any) -> Any:
+        calls.append(name)
+        return original(*args, **options)
+
+    return mock.patch.object(target, name, wrapper)
+
+
+def bad_input(
+    call: Call, rows: Rows, num_experts: int, too_many: Callable[[], object], faults: Sequence[Any], last: bool
 ) -> None:
+    """Errors on every rank that name what is wrong; the next step works. Whatever fails ends its round.
+
+    Args: too_many: a call with more rows than fit on the last rank. faults: patches that let a call of that rank fail.
+    """
+    before, bad = call(rows), rows.ids.clone()
+    if last:
+        bad[0, 0] = num_experts + 7
+    with pytest.raises(ValueError, match=f"{num_experts + 7}" if last else "rank [0-9]"):
+        call(dataclasses.replace(rows, ids=bad))
+    assert torch.equal(call(rows), before)
+    with pytest.raises(ValueError, match="max_tokens_per_rank" if last else "rank [0-9]"):
+        too_many()
+    for fault in faults:
+        assert torch.equal(call(rows), before)
+        if last:
+            with fault, pytest.raises(RuntimeError, match="no memory"):
+                call(rows)
+        else:
+            assert call(rows).isnan().any()
+    assert torch.equal(call(rows), before)
+
+
+def other_layers(plugin: Any, make: Callable[[str], Any]) -> None:
+    """A layer that is not eligible stays on the engine's path and is named once; strict, it is an error.
+
+    Args: make: constructs a layer of this name with activation gelu_tanh.
+    """
+    lines, handler = list[str](), logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    plugin.log.addHandler(handler)
+    for name in ("odd.0", "odd.1"):
+        assert not hasattr(make(name).quant_method, "ep_moe")
+    assert len(lines) == 1, lines
+    assert all(words in lines[0] for words in ("does not run odd.0", "gelu_tanh")), lines
+    plugin.config, kept = dataclasses.replace(plugin.config, strict=True), plugin.config
+    with pytest.raises(ValueError, match="gelu_tanh.*EP_MOE_STRICT"):
+        make("odd.2")
+    plugin.config = kept
+    plugin.log.removeHandler(handler)
+
+
+def refused(kind_of: Callable[[], object], cases: Iterable[tuple[Any, dict[str, Any], str]]) -> None:
+    """A layer is refused while an attribute of an object has another value."""
+    for target, changes, words in cases:
+        with contextlib.ExitStack() as stack:
+            for name, value in changes.items():
+                stack.callback(setattr, target, name, getattr(target, name))
+                setattr(target, name, value)
+            with pytest.raises(ValueError, match=words):
+                kind_of()
+    kind_of()
+
+
+INTS = {"num_bits": 4, "actorder": None, "strategy": "group", "group_size": 128}
+GPTQ = {"is_sym": True, "weight_bits": 4, "group_size": 128, "desc_act": False, "full_config": {}}
+AWQ = {"weight_bits": 4, "group_size": 128, "zero_point": True}
+
+
+def method(name: str, **attributes: Any) -> Any:
+    """An object of a class of this name."""
+    made = type(name, (), {"__module__": __name__})()
+    made.__dict__.update(attributes)
+    return made
+
+
+def configured(name: str, defaults: dict[str, Any], **changes: Any) -> Any:
+    """A method with such a config."""
+    return method(name, quant_config=types.SimpleNamespace(**defaults | changes))
+
+
+def formats_are_read(
+    read: Callable[[Any], str], good: Iterable[tuple[Any, str]], bad: Iterable[tuple[Any, str]]
+) -> None:
+    """The schemes of methods, and the words of errors that name what stands against others."""
+    for made, name in good:
+        assert read(made) == name
+    for made, words in bad:
+        with pytest.raises(ValueError, match=words):
+            read(made)
+
+
+def hooks_are_checked(needs: Needs, version: str, changed: tuple[Any, str], gone: tuple[Any, str]) -> None:
     """A hook that is missing or takes other arguments is named with engine and version."""
-
-    def checked() -> None:
-        check_hooks(engine, version, tested, hooks)
-
+    checked, engine = functools.partial(needs.check, version, mock.Mock()), needs.engine
     owner, name = changed
     words = rf"{engine} {version}: .*{owner.__name__}.{name} takes \(self, x\)"
     with mock.patch.object(owner, name, lambda self, x: x), pytest.raises(RuntimeError, match=words):
@@ -142,7 +230,7 @@ def hooks_are_checked(
     kept = getattr(owner, name)
     delattr(owner, name)
     try:
-        with pytest.raises(RuntimeError, match=f"{engine} {version} has no .*{name}.*{' and '.join(tested)}"):
+        with pytest.raises(RuntimeError, match=f"{engine} {version} has no .*{name}.*{' and '.join(needs.tested)}"):
             checked()
     finally:
         setattr(owner, name, kept)

@@ -4,6 +4,7 @@ Run as `python ENGINE_process.py WORLD RANK PORT CHECKPOINTS [CASE ...]`, with t
 of entry points on PYTHONPATH and its plug-in switched on. It prints a line per case, at the end "all cases passed".
 """
 
+import abc
 import dataclasses
 import faulthandler
 import os
@@ -31,16 +32,16 @@ FAILED: list[str] = []
 
 
 @dataclasses.dataclass
-class Engine:
+class Engine(abc.ABC):
     """A model of an engine's own class, loaded by its own loader."""
 
     name: str
     model: Any = None
 
     @property
+    @abc.abstractmethod
     def experts(self) -> list[Any]:
         """The layers of routed experts."""
-        raise NotImplementedError
 
     @property
     def state(self) -> Any:

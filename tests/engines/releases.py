@@ -19,7 +19,7 @@ ENGINES = (("vllm", "0.26.0"), ("vllm", "0.33.0"), ("sglang", "0.5.17"), ("sglan
 COMPARED = (("flashinfer_python", "0.7.2"), ("vllm", "0.9.2"), *ENGINES[1::2])  # for `signatures.py`
 COMPILED = (".so", ".hpp", ".h", ".cuh", ".cu", ".inl", ".js", ".css", ".jpg", "vllm-rs")
 WORLDS = (1, 2)
-ENVIRON = {**os.environ, "PYTHONPATH": f"{ROOT}:{HERE}", "CUDA_VISIBLE_DEVICES": ""}
+ENVIRON = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{HERE}", "CUDA_VISIBLE_DEVICES": ""}
 VARIABLES = {
     "vllm": {
         "EP_MOE_VLLM": "1",

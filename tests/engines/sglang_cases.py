@@ -4,9 +4,7 @@ Letters: T rows on this rank, H hidden, K top-k, E experts.
 """
 
 import contextlib
-import dataclasses
 import functools
-import logging
 import os
 import sys
 import types
@@ -18,7 +16,7 @@ import engine_cases
 import pytest
 import sglang
 import torch
-from engine_cases import Rows, random_rows
+from engine_cases import Rows, configured, method, noted, random_rows
 from sglang.srt.batch_overlap.operations import _StateDict
 from sglang.srt.eplb import expert_distribution, expert_location_updater
 from sglang.srt.layers import dp_attention
@@ -26,14 +24,17 @@ from sglang.srt.layers.moe import utils
 from sglang.srt.layers.moe.fused_moe_triton import layer as layers
 from sglang.srt.layers.moe.token_dispatcher.base import BaseDispatcher
 from sglang.srt.layers.moe.topk import StandardTopKOutput
+from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.plugins import load_plugins_by_group
 
 from ep_moe.config import Layout
 from ep_moe.engines.sglang import dispatcher as dispatchers
-from ep_moe.engines.sglang import register, registering, step
+from ep_moe.engines.sglang import eligibility, register, registering, step
 from ep_moe.engines.sglang.eligibility import kind_of_layer
-from ep_moe.engines.sglang.hooks import HOOKS, TESTED
+from ep_moe.engines.sglang.hooks import NEEDS
+from ep_moe.engines.sglang.parameters import format_of
+from ep_moe.functional.sglang.layer_formats import LayerFormat, layer_format
 
 
 def rows_of(made: Any, num_rows: int, seed: int = 0) -> Rows:
@@ -94,19 +95,10 @@ def hooks_of_the_dispatcher(made: Any) -> None:
         handles.append(register(lambda *_, name=name: calls.append(name)))
     handles += dispatcher.register_deepep_dispatch_hook(lambda _: calls.append("between"))
 
-    def noted(name: str) -> Any:
-        original = getattr(transport, name)
-
-        def wrapper(*args: Any, **options: Any) -> Any:
-            calls.append(name)
-            return original(*args, **options)
-
-        return mock.patch.object(transport, name, wrapper)
-
     rows = rows_of(made, 4)
     with contextlib.ExitStack() as stack:
         for name in ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv"):
-            stack.enter_context(noted(name))
+            stack.enter_context(noted(transport, name, calls))
         call(made, rows)
     for handle in handles:
         handle.remove()
@@ -150,29 +142,18 @@ def balanced(made: Any) -> None:
 
 
 def bad_input(made: Any, most: int) -> None:
-    """Errors on every rank that name what is wrong; the next step works. Whatever fails ends its round."""
-    rank, last = made.group.rank, made.group.num_ranks - 1
-    rows, experts = rows_of(made, 4), made.state.kind.moe.num_experts
-    before = call(made, rows)
-    bad = rows.ids.clone()
-    if rank == last:
-        bad[0, 0] = experts + 7
-    with pytest.raises(ValueError, match=f"{experts + 7}" if rank == last else f"rank {last}"):
-        call(made, dataclasses.replace(rows, ids=bad))
-    assert torch.equal(call(made, rows), before)
-    with pytest.raises(ValueError, match=f"max_tokens_per_rank|rank {last}"):
-        call(made, rows_of(made, most + 1 if rank == last else 2))
-    assert torch.equal(call(made, rows), before)
-    wrong = mock.patch.object(dispatchers, "rows_to_send", side_effect=RuntimeError("no memory"))
-    broken = mock.patch.object(made.state.of_step(), "experts", side_effect=RuntimeError("no memory"))
-    late = mock.patch.object(made.state.of_step().transport, "combine_send", side_effect=RuntimeError("no memory"))
-    for fault in (wrong, broken, late):
-        if rank < last:
-            assert call(made, rows).isnan().any()
-        else:
-            with fault, pytest.raises(RuntimeError, match="no memory"):
-                call(made, rows)
-        assert torch.equal(call(made, rows), before)
+    """`engine_cases.bad_input`."""
+    rank, last, ours = made.group.rank, made.group.num_ranks - 1, made.state.of_step()
+    places = ((dispatchers, "rows_to_send"), (ours, "experts"), (ours.transport, "combine_send"))
+    faults = [mock.patch.object(*place, side_effect=RuntimeError("no memory")) for place in places]
+    engine_cases.bad_input(
+        functools.partial(call, made),
+        rows_of(made, 4),
+        made.state.kind.moe.num_experts,
+        lambda: call(made, rows_of(made, most + 1 if rank == last else 2)),
+        faults,
+        rank == last,
+    )
 
 
 def bound_of_the_step(made: Any) -> None:
@@ -294,35 +275,21 @@ def two_batches(made: Any) -> None:
 
 
 def other_layers(made: Any) -> None:
-    """A layer that is not eligible stays on SGLang's path and is named once; strict, it is an error."""
-    caught: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: caught.append(record.getMessage())  # type: ignore[method-assign]
-    plugin = made.plugin
-    plugin.log.addHandler(handler)
+    """Layers that stay on SGLang's path."""
+    sizes = {"num_experts": 4, "top_k": 2, "hidden_size": 32, "intermediate_size": 16, "layer_id": 0}
+    make = functools.partial(layers.FusedMoE, **sizes, params_dtype=torch.float32)
 
-    def layer(prefix: str, **options: Any) -> Any:
-        sizes = {"num_experts": 4, "top_k": 2, "hidden_size": 32, "intermediate_size": 16, "layer_id": 0}
-        return layers.FusedMoE(**sizes | options, params_dtype=torch.float32, prefix=prefix)
+    def odd(prefix: str) -> Any:
+        layer = make(prefix=prefix, activation="gelu_tanh")
+        assert not isinstance(layer.dispatcher, dispatchers.EpMoeDispatcher)
+        return layer
 
     with mock.patch.object(utils.get_flags().moe, "a2a_backend", utils.MoeA2ABackend.NONE):
-        odd = layer("odd.0", activation="gelu_tanh")
-        assert not isinstance(odd.dispatcher, dispatchers.EpMoeDispatcher)
-        assert not hasattr(odd.quant_method, "ep_moe")
-        assert len(caught) == 1, caught
-        assert "does not run odd.0" in caught[0]
-        assert "gelu_tanh" in caught[0]
-        layer("odd.1", activation="gelu_tanh")
-        assert len(caught) == 1, caught
-        plugin.config, kept = dataclasses.replace(plugin.config, strict=True), plugin.config
-        with pytest.raises(ValueError, match="gelu_tanh.*EP_MOE_STRICT"):
-            layer("odd.2", activation="gelu_tanh")
-        plugin.config = kept
-        assert isinstance(layer("even.0").dispatcher, dispatchers.EpMoeDispatcher)
-    plugin.log.removeHandler(handler)
+        engine_cases.other_layers(made.plugin, odd)
+        assert isinstance(make(prefix="even.0").dispatcher, dispatchers.EpMoeDispatcher)
     ours = made.experts[0]
     moe = utils.get_flags().moe
-    for target, changes, words in (
+    cases: list[tuple[Any, dict[str, Any], str]] = [
         (ours.moe_runner_config, {"hidden_size": 24}, r"hidden \(24\)"),
         (ours, {"intermediate_size_per_partition": 8}, r"intermediate \(8\)"),
         (ours.moe_runner_config, {"params_dtype": torch.float64}, "float64"),
@@ -333,20 +300,14 @@ def other_layers(made: Any) -> None:
         (moe, {"a2a_backend": utils.MoeA2ABackend.MOONCAKE}, "--moe-a2a-backend mooncake"),
         (moe, {"runner_backend": utils.MoeRunnerBackend.FLASHINFER_TRTLLM}, "--moe-runner-backend flashinfer_trtllm"),
         (ours.quant_method, {"__class__": type("StrangeMethod", (type(ours.quant_method),), {})}, "StrangeMethod"),
-    ):
-        with contextlib.ExitStack() as stack:
-            for name, value in changes.items():
-                stack.callback(setattr, target, name, getattr(target, name))
-                setattr(target, name, value)
-            with pytest.raises(ValueError, match=words):
-                kind_of_layer(ours, ours.quant_method)
-    kind_of_layer(ours, ours.quant_method)
+    ]
+    engine_cases.refused(lambda: kind_of_layer(ours, ours.quant_method), cases)
 
 
 def hooks_are_checked() -> None:
     """Hooks of SGLang that are missing or changed; SGLang's own call of the plug-in ends with the error."""
     gone = (layers, "create_moe_dispatcher")
-    engine_cases.hooks_are_checked("SGLang", sglang.__version__, TESTED, HOOKS, (BaseDispatcher, "combine"), gone)
+    engine_cases.hooks_are_checked(NEEDS, sglang.__version__, (BaseDispatcher, "combine"), gone)
     (entry,) = [found for found, _ in load_plugins_by_group("sglang.srt.plugins").values()]
     refused = mock.patch.object(registering.Plugin, "create", side_effect=RuntimeError("has no dispatcher"))
     with refused, mock.patch.object(registering, "_plugins", []), pytest.raises(SystemExit, match="has no dispatcher"):
@@ -377,3 +338,104 @@ def backend_by_name(arguments: Callable[..., Any], publish: Callable[[Any], None
 def dead_rank(made: Any) -> None:
     """The last rank is gone."""
     engine_cases.dead_rank(lambda: call(made, rows_of(made, 4)), made.group.num_ranks - 1)
+
+
+def rows_in_turns(made: Any) -> None:
+    """Rows of gate and up that a model says, after the layer is constructed, to stand in turns."""
+    for layer in made.experts:
+        layer.inference_moe_w13_interleaved = True
+        for name in ("w13_weight", "w13_weight_scale"):
+            data = getattr(layer, name).data.view(torch.uint8)
+            data.copy_(torch.stack(data.chunk(2, dim=1), dim=2).flatten(1, 2))
+    made.use(None)
+    made.check()
+
+
+def runner_is_needed(engine: Callable[[], Any]) -> None:
+    """SGLang's refusal of a runner for an a2a backend stands if the layer is not ours."""
+    refused = mock.patch.object(eligibility, "kind_of_layer", side_effect=ValueError("not here"))
+    with refused, pytest.raises(NotImplementedError, match="requires a fused func"), engine():
+        pass
+
+
+def formats_are_refused() -> None:
+    """Formats that we do not read are named with what stands against them."""
+    parts = {"w13_scales": torch.empty(0, dtype=torch.half), "w13_weight_scale": torch.empty(0, dtype=torch.bfloat16)}
+
+    def read(holder: Any, *, of: str = "", ranks: int = 1, alpha: float | None = None) -> str:
+        runner = types.SimpleNamespace(gemm1_alpha=alpha, gate_up_interleaved=alpha is not None)
+        settings = {"scheme": holder, "moe_runner_config": runner, "moe_ep_size": ranks, "group_size": 32}
+        layer = types.SimpleNamespace(**parts, **settings)
+        return format_of(layer, method(of) if of else holder).scheme.name
+
+    def integers(**changes: Any) -> Any:
+        return method("CompressedTensorsWNA16MoE", **engine_cases.INTS | {"sym": True} | changes)
+
+    def reads(good: list[tuple[Any, str]], bad: list[tuple[Any, str]], **options: Any) -> None:
+        engine_cases.formats_are_read(functools.partial(read, **options), good, bad)
+
+    gptq = functools.partial(configured, "GPTQMarlinMoEScheme", engine_cases.GPTQ)
+    awq = functools.partial(configured, "AWQMoEScheme", engine_cases.AWQ)
+    rows = functools.partial(configured, "MoeWNA16Method", {"weight_bits": 4, "has_zp": True})
+    reads(
+        [(gptq(), "int4_w4a16_g128_f16"), (gptq(weight_bits=8, group_size=-1), "int8_w8a16_zp_f16")],
+        [(gptq(desc_act=True), "desc_act.*order of w13"), (gptq(is_sym=False), "GPTQ weights with zero points")],
+        of="GPTQMarlinMoEMethod",
+    )
+    reads(
+        [(awq(), "int4_w4a16_g128_zp_f16")],
+        [(awq(zero_point=False), "AWQ weights without zero points")],
+        of="AWQMoEMethod",
+    )
+    reads([], [(awq(), "interleaved gate and up rows")], of="AWQMoEMethod", alpha=1.7)
+    reads(
+        [(integers(strategy="channel"), "int4_w4a16")],
+        [(integers(sym=False), "packed weights with zero points"), (integers(actorder="group"), "actorder 'group'")],
+        of="CompressedTensorsFusedMoEMethod",
+    )
+    reads([(rows(has_zp=False), "int4_w4a16_g32_f16")], [(rows(), "several expert-parallel ranks")], ranks=2)
+    strange = method("StrangeMethod"), "weights of StrangeMethod are not read here"
+    reads([], [(rows(weight_bits=8), "8 bits with zero points"), strange])
+
+
+def config_objects() -> None:
+    """Our own `FusedMoE` reads SGLang's config objects as the `quantization_config` that they are made of."""
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True, "lm_head": False}
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "strategy": "group",
+        "group_size": 128,
+        "symmetric": True,
+        "dynamic": False,
+    }
+    packed = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
+        "ignore": ["lm_head", "re:model.layers.2.mlp.*"],
+    }
+    blocks = {"quant_method": "blockwise_int8", "activation_scheme": "dynamic", "weight_block_size": [64, 128]}
+    bytes_ = {"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32]}
+    skipping = awq | {"modules_to_not_convert": ["model.layers.2.mlp"]}
+    for name, config, scheme in (
+        ("gptq_marlin", gptq, "int4_w4a16_g32"),
+        ("gptq", gptq, "int4_w4a16_g32_zp"),  # the object does not say that there are no zero points
+        ("moe_wna16", gptq, "int4_w4a16_g32"),
+        ("awq_marlin", skipping, "int4_w4a16_g64_zp"),
+        ("awq", skipping, "int4_w4a16_g64_zp"),
+        ("compressed-tensors", packed, "int4_w4a16_g128"),
+        ("blockwise_int8", blocks, "int8_block_64x128"),
+        ("mxfp8", bytes_, "mxfp8"),
+    ):
+        if name not in QUANTIZATION_METHODS:
+            assert name == "gptq", name  # which 0.5.23 reads as gptq_marlin
+            continue
+        quantized = QUANTIZATION_METHODS[name].from_config(dict(config))
+        found = layer_format(quantized, "model.layers.1.mlp.experts")
+        assert found.scheme.name == scheme, f"{name}: {found.scheme.name}"
+        said = config | {"sym": False} if name == "gptq" else config
+        assert found == layer_format(said, ""), name
+        plain = layer_format(quantized, "model.layers.2.mlp.experts") == LayerFormat()
+        assert plain == ("model.layers.2" in str(config)), name

@@ -30,7 +30,6 @@ sglang_twins.install()
 
 import sglang  # noqa: E402
 import sglang_cases  # noqa: E402
-import sglang_formats  # noqa: E402
 from sglang.srt import runtime_context  # noqa: E402
 from sglang.srt.configs.device_config import DeviceConfig  # noqa: E402
 from sglang.srt.configs.load_config import LoadConfig  # noqa: E402
@@ -224,8 +223,8 @@ def qwen3_moe() -> None:
         attempt(sglang_cases.other_layers, made)
         if WORLD == 1:
             attempt(sglang_cases.hooks_are_checked)
-            attempt(sglang_formats.formats_are_refused)
-            attempt(sglang_formats.config_objects)
+            attempt(sglang_cases.formats_are_refused)
+            attempt(sglang_cases.config_objects)
             attempt(sglang_cases.backend_by_name, arguments, publish)
 
 
@@ -259,9 +258,9 @@ def packed(form: str, a2a: str, *more: str) -> None:
         if form == "awq":  # zero points move with their experts
             attempt(sglang_cases.parameters_stay, made, 8)
         if form == "nvfp4_modelopt":
-            attempt(sglang_formats.rows_in_turns, made)
+            attempt(sglang_cases.rows_in_turns, made)
     if form == "int4_group":
-        attempt(sglang_formats.runner_is_needed, functools.partial(engine, name, a2a))
+        attempt(sglang_cases.runner_is_needed, functools.partial(engine, name, a2a))
 
 
 def equal_rows() -> None:

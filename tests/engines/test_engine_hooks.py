@@ -22,7 +22,7 @@ import torch
 
 import ep_moe.engines.vllm
 from ep_moe.config import Layout, MoEConfig, TransportConfig
-from ep_moe.engines.common.plugin import Hook, check_hooks, check_version, hooks_of
+from ep_moe.engines.common.plugin import Needs
 from ep_moe.engines.common.rows import RowShare, rows_to_send, whole_output
 from ep_moe.group import EPGroup
 from ep_moe.layer import ExpertParallelMoE
@@ -38,33 +38,18 @@ EXPERTS, HIDDEN, ROWS, TOPK = 6, 32, 5, 2
 @pytest.mark.parametrize(
     ("hook", "words"),
     [
-        (Hook(module="json.nowhere", path="dumps"), "engine 3.0 has no json.nowhere.dumps"),
-        (Hook(module="json", path="JSONEncoder.paint"), "engine 3.0 has no json.JSONEncoder.paint"),
-        (Hook(module="json", path="dumps", parameters=("obj", "colour")), r"json.dumps takes \(obj, .*\(obj, colour\)"),
-        (Hook(module="json", path="dump", parameters=("fp", "obj")), r"json.dump takes \(obj, fp, "),
+        ("json.nowhere: dumps", "engine 3.0 has no json.nowhere.dumps"),
+        ("json.decoder: JSONDecoder json: JSONEncoder.paint", "engine 3.0 has no json.JSONEncoder.paint"),
+        ("json: dumps(obj,\n  colour)", r"json.dumps takes \(obj, .*\(obj, colour\)"),
+        ("json:\n  dump(fp, obj)", r"json.dump takes \(obj, fp, "),
     ],
 )
-def test_a_missing_hook_is_named(hook: Hook, words: str) -> None:
-    good = Hook(module="json", path="dump", parameters=("obj", "fp"))
-    check_hooks("engine", "3.0", TESTED, [good])
-    with pytest.raises(RuntimeError, match=words + ".*1.0 and 2.0"):
-        check_hooks("engine", "3.0", TESTED, [good, hook])
-
-
-def test_hooks_are_read_from_text() -> None:
-    found = hooks_of("json:\n  dumps(obj,\n    skipkeys)\n  JSONEncoder.encode\njson.decoder: JSONDecoder(self)")
-    assert [(hook.module, hook.path, hook.parameters) for hook in found] == [
-        ("json", "dumps", ("obj", "skipkeys")),
-        ("json", "JSONEncoder.encode", ()),
-        ("json.decoder", "JSONDecoder", ("self",)),
-    ]
-
-
-def test_another_version_is_one_warning() -> None:
-    log = mock.Mock(spec=logging.Logger)
-    check_version("engine", "2.0", TESTED, log)
+def test_a_missing_hook_is_named(hook: str, words: str) -> None:
+    good, log = "json: dump(obj, fp) JSONEncoder.encode ", mock.Mock(spec=logging.Logger)
+    Needs("engine", TESTED, good).check("2.0", log)
     log.warning.assert_not_called()
-    check_version("engine", "3.0", TESTED, log)
+    with pytest.raises(RuntimeError, match=words + ".*1.0 and 2.0"):
+        Needs("engine", TESTED, good + hook).check("3.0", log)
     log.warning.assert_called_once()
 
 

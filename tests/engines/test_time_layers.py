@@ -110,7 +110,7 @@ def test_rows_are_written_and_shown_by_the_report(options: argparse.Namespace, t
     page = render([record], tmp_path)
     for title in ("time / triton's", "time / auto's", "ours us"):
         assert f"| {title}" in page
-    assert f"{record.baselines['triton']['time_ratio']:.2f}" in time_layers.table_of(timer.records)
+    assert f"({record.baselines['triton']['time_ratio']:.2f}, error" in time_layers.line_of(record)
 
 
 @pytest.mark.parametrize("how", [swap, lose])

@@ -4,8 +4,8 @@
 
 The engine, its compiled parts and its dependencies are on PYTHONPATH. Both layers are built by the engine's own classes
 and have the same weights, tokens and routing. Outputs are checked before anything is timed, against the float32 oracle
-of the scheme. A row is printed, and appended, as soon as it is measured; a table comes last. Exit status 1: a case
-failed, or the time ran out.
+of the scheme. A row is printed, and appended, as soon as it is measured. Exit status 1: a case failed, or the time ran
+out.
 
 Letters: T tokens of a rank, H hidden, K top-k, E experts.
 """
@@ -384,25 +384,6 @@ def line_of(record: Record) -> str:
     return f"{text}: ours {ours['call_us']:.1f} us (error {ours['worst_row_error']:.1e}), {', '.join(theirs)}"
 
 
-def table_of(records: Sequence[Record]) -> str:
-    """A table of rows, their sizes first. Local."""
-    labels = list(dict.fromkeys(label for record in records for label in record.baselines))
-    columns: list[tuple[str, list[str]]] = [
-        ("engine", [record.setup["engine"] for record in records]),
-        ("ranks", [str(record.world_size) for record in records]),
-        ("layer", [record.shapes["preset"] for record in records]),
-        ("tokens/rank", [str(record.shapes["tokens_per_rank"]) for record in records]),
-        ("graph", [str(record.setup["graph"]) for record in records]),
-        ("ours us", [f"{record.figures['call_us']:.1f}" for record in records]),
-    ]
-    for label in labels:
-        found = [record.baselines.get(label) for record in records]
-        columns.append((f"{label} us", [f"{figures['call_us']:.1f}" if figures else "" for figures in found]))
-        columns.append((f"time / {label}'s", [f"{figures['time_ratio']:.2f}" if figures else "" for figures in found]))
-    columns.append(("error", [f"{record.figures['worst_row_error']:.1e}" for record in records]))
-    return markdown_table(columns)
-
-
 def kernels_table(kernels: Sequence[tuple[str, float]]) -> str:
     """Microseconds of each kernel and how often it runs, per call of `PROFILED`, the slowest first. Local."""
     times: dict[str, list[float]] = {}
@@ -500,8 +481,6 @@ def rank_main(options: argparse.Namespace, file: RowsFile) -> int:
     timer = Timer(engine, options, file)
     with torch.no_grad():
         timer.run()
-    if options.rank == 0:
-        print(table_of(timer.records) if timer.records else "no rows", flush=True)
     for what in timer.failed:
         say(options.rank, f"not as wanted: {what}")
     return 1 if timer.failed else 0

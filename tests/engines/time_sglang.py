@@ -118,7 +118,6 @@ class Sglang:
         self.words["all_reduce"] = reducer if world > 1 else ""
 
     def build(self, case: Any, backend: str, label: str, fill: Callable[[Any], None]) -> Any:
-        """A layer, whose parameters `fill` sets. Collective."""
         del backend  # one, chosen by the options
         from sglang.srt.layers.moe.ep_moe.layer import get_moe_impl_class
         from sglang.srt.layers.quantization.fp8 import Fp8Config
@@ -143,7 +142,6 @@ class Sglang:
         return layer
 
     def switch_on(self) -> None:
-        """Register the plug-in."""
         from sglang.srt.plugins.hook_registry import HookRegistry
 
         from ep_moe.engines.sglang import register
@@ -156,7 +154,6 @@ class Sglang:
         return f"{type(layer.dispatcher).__name__}, {type(layer.quant_method).__name__} with Triton"
 
     def group_of(self, layer: Any) -> Any:
-        """The ranks of a layer of ours."""
         return layer.quant_method.ep_moe.group
 
     def route(self, layer: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

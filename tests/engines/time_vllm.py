@@ -99,7 +99,6 @@ class Vllm:
         return config
 
     def build(self, case: Any, backend: str, label: str, fill: Callable[[Any], None]) -> Made:
-        """A layer, whose parameters `fill` sets. Collective."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.layers.fused_moe.layer import FusedMoE
         from vllm.model_executor.layers.quantization.fp8 import Fp8Config
@@ -123,7 +122,6 @@ class Vllm:
         return Made(config, runner)
 
     def switch_on(self) -> None:
-        """Register the plug-in."""
         from ep_moe.engines.vllm import register
 
         register()
@@ -134,11 +132,9 @@ class Vllm:
         return f"{type(kernel.prepare_finalize).__name__}, {type(kernel.fused_experts).__name__}"
 
     def group_of(self, layer: Made) -> Any:
-        """The ranks of a layer of ours."""
         return layer.method.ep_moe.group
 
     def route(self, layer: Made, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and weights of the layer's router."""
         x = logits.new_empty(logits.shape[0], layer.runner.moe_config.hidden_dim, dtype=torch.bfloat16)
         weights, ids = layer.runner.router.select_experts(hidden_states=x, router_logits=logits)
         return ids, weights

@@ -4,20 +4,18 @@ Letters: T rows on this rank, H hidden, K top-k, E experts.
 """
 
 import contextlib
-import copy
 import dataclasses
 import functools
-import logging
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import engine_cases
-import pytest
 import torch
 import vllm
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
-from engine_cases import Rows, random_rows
+from engine_cases import Rows, configured, method, noted, random_rows
 from vllm.distributed import get_ep_group
 from vllm.distributed.eplb.eplb_communicator import create_eplb_communicator
 from vllm.distributed.eplb.rebalance_execute import rearrange_expert_weights_inplace
@@ -27,13 +25,15 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
 from vllm.model_executor.layers.fused_moe.experts.fused_batched_moe import NaiveBatchedExperts
 from vllm.model_executor.layers.fused_moe.prepare_finalize.batched import BatchedPrepareAndFinalize
+from vllm.model_executor.model_loader import get_model_loader
 from vllm.v1.worker import ubatching
 from vllm_twins import DEVICE
 
 from ep_moe.config import Layout
 from ep_moe.engines.vllm.eligibility import kind_of_layer
 from ep_moe.engines.vllm.experts import EpMoeBatchedExperts
-from ep_moe.engines.vllm.hooks import HOOKS, TESTED
+from ep_moe.engines.vllm.hooks import NEEDS
+from ep_moe.engines.vllm.parameters import format_of
 from ep_moe.engines.vllm.prepare_finalize import EpMoePrepareAndFinalize, RoundOptions
 from ep_moe.quant import get_scheme
 
@@ -74,23 +74,14 @@ def halves_in_order(made: Any) -> None:
         module for module in made.model.modules() if getattr(module, "routed_experts", None) is made.experts[0]
     )
 
-    def noted(target: Any, name: str, as_name: str) -> Any:
-        original = getattr(target, name)
-
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            calls.append(as_name)
-            return original(*args, **kwargs)
-
-        return mock.patch.object(target, name, wrapper)
-
     with contextlib.ExitStack() as stack:
         for name in ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv"):
-            stack.enter_context(noted(kernel.prepare_finalize.transport, name, name))
-        stack.enter_context(noted(kernel.fused_experts, "apply", "experts"))
+            stack.enter_context(noted(kernel.prepare_finalize.transport, name, calls))
+        stack.enter_context(noted(kernel.fused_experts, "apply", calls))
         shared = next(module for module in runner._shared_experts.modules() if hasattr(module, "down_proj"))
-        stack.enter_context(noted(shared, "forward", "shared"))
+        stack.enter_context(noted(shared, "forward", calls))
         made.check()
-    assert calls == ["dispatch_send", "dispatch_recv", "experts", "combine_send", "shared", "combine_recv"], calls
+    assert calls == ["dispatch_send", "dispatch_recv", "apply", "combine_send", "forward", "combine_recv"], calls
 
 
 def parameters_stay(made: Any) -> None:
@@ -128,40 +119,22 @@ def ranks_without_rows(made: Any) -> None:
     assert torch.allclose(found, whole[: counts[made.rank]], atol=1e-5)  # sums of GEMMs depend on their heights
 
 
-def checked_call(made: Any, rows: Rows) -> None:
-    """A call, and what the device found in it: on a GPU the host does not read ids."""
-    call(made, rows)
-    if DEVICE == "cuda":
-        made.experts[0].quant_method.moe_kernel.prepare_finalize.transport.check()
-
-
 def bad_input(made: Any, most: int) -> None:
-    """Errors on every rank that name what is wrong; the next step works. Failing experts end their round."""
-    rank, last = made.rank, made.dp - 1
-    rows = rows_of(made, rank, 4)
-    before = call(made, rows)
-    experts = made.experts[0].moe_config.num_experts
-    bad = rows.ids.clone()
-    if rank == last:
-        bad[0, 0] = experts + 7
-    with pytest.raises(ValueError, match=f"{experts + 7}" if rank == last else f"rank {last}"):
-        checked_call(made, dataclasses.replace(rows, ids=bad))
-    assert torch.equal(call(made, rows), before)
-    too_many = rows_of(made, rank, most + 1 if rank == last else 2)
-    with pytest.raises(ValueError, match=f"max_tokens_per_rank|rank {last}"):
-        call(made, too_many, [2] * last + [most + 1])
-    assert torch.equal(call(made, rows), before)
-    broken = made.experts[0].quant_method.moe_kernel.fused_experts
-    with mock.patch.object(broken, "_batch", side_effect=RuntimeError("no memory")) if rank == last else _nothing():
-        if rank == last:
-            with pytest.raises(RuntimeError, match="no memory"):
-                call(made, rows)
-        else:
-            assert call(made, rows).isnan().any()
-    assert torch.equal(call(made, rows), before)
+    """`engine_cases.bad_input`."""
+    rank, last, kernel = made.rank, made.dp - 1, made.experts[0].quant_method.moe_kernel
 
+    def checked(rows: Rows) -> torch.Tensor:
+        found = call(made, rows)
+        if DEVICE == "cuda":  # where the host does not read ids
+            kernel.prepare_finalize.transport.check()
+        return found
 
-_nothing = contextlib.nullcontext
+    def too_many() -> None:
+        call(made, rows_of(made, rank, most + 1 if rank == last else 2), [2] * last + [most + 1])
+
+    broken = mock.patch.object(kernel.fused_experts, "_batch", side_effect=RuntimeError("no memory"))
+    count = made.experts[0].moe_config.num_experts
+    engine_cases.bad_input(checked, rows_of(made, rank, 4), count, too_many, [broken], rank == last)
 
 
 def two_slots(made: Any) -> None:
@@ -248,50 +221,94 @@ def crossed(made: Any) -> None:
 
 
 def other_layers(made: Any) -> None:
-    """A layer that is not eligible stays on vLLM's path and is named once; strict, it is an error."""
-    caught: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: caught.append(record.getMessage())  # type: ignore[method-assign]
-    made.plugin.log.addHandler(handler)
+    """Layers that stay on vLLM's path."""
     make = getattr(factories, "FusedMoEFactory", None) or factories.FusedMoE
+    sizes = {"num_experts": 4, "top_k": 2, "hidden_size": 32, "intermediate_size": 16, "activation": "gelu_tanh"}
 
     def layer(prefix: str) -> Any:
-        sizes = {"num_experts": 4, "top_k": 2, "hidden_size": 32, "intermediate_size": 16}
-        return make(**sizes, activation="gelu_tanh", params_dtype=torch.float32, prefix=prefix)
+        return make(**sizes, params_dtype=torch.float32, prefix=prefix).routed_experts
 
-    assert not hasattr(layer("odd.0").routed_experts.quant_method, "ep_moe")
-    assert len(caught) == 1, caught
-    assert "does not run odd.0" in caught[0]
-    assert "gelu_tanh" in caught[0]
-    layer("odd.1")
-    assert len(caught) == 1, caught
-    plugin = made.plugin
-    plugin.config, kept = dataclasses.replace(plugin.config, strict=True), plugin.config
-    with pytest.raises(ValueError, match="gelu_tanh.*EP_MOE_STRICT"):
-        layer("odd.2")
-    plugin.config = kept
+    engine_cases.other_layers(made.plugin, layer)
     ours = made.experts[0]
-    for changes, words in (
-        ({"hidden_dim": 24}, r"hidden \(24\)"),
-        ({"intermediate_size_per_partition": 8}, r"intermediate \(8\)"),
-        ({"is_lora_enabled": True}, "LoRA"),
-        ({"in_dtype": torch.float64}, "float64"),
-        ({"moe_parallel_config": dataclasses.replace(ours.moe_config.moe_parallel_config, tp_size=2)}, "sliced"),
-    ):
-        moe = copy.copy(ours.moe_config)
-        for name, value in changes.items():
-            setattr(moe, name, value)
-        with pytest.raises(ValueError, match=words):
-            kind_of_layer(ours, ours.quant_method, moe)
-    kind_of_layer(ours, ours.quant_method, ours.moe_config)
+    moe = ours.moe_config
+    engine_cases.refused(
+        lambda: kind_of_layer(ours, ours.quant_method, moe),
+        [
+            (moe, {"hidden_dim": 24}, r"hidden \(24\)"),
+            (moe, {"intermediate_size_per_partition": 8}, r"intermediate \(8\)"),
+            (moe, {"is_lora_enabled": True}, "LoRA"),
+            (moe, {"in_dtype": torch.float64}, "float64"),
+            (moe, {"moe_parallel_config": dataclasses.replace(moe.moe_parallel_config, tp_size=2)}, "sliced"),
+        ],
+    )
 
 
 def hooks_are_checked() -> None:
     """Hooks of vLLM that are missing or changed."""
     changed, gone = (mk.FusedMoEKernel, "apply"), (mk.FusedMoEPrepareAndFinalizeModular, "prepare_async")
-    engine_cases.hooks_are_checked("vLLM", vllm.__version__, TESTED, HOOKS, changed, gone)
+    engine_cases.hooks_are_checked(NEEDS, vllm.__version__, changed, gone)
 
 
 def dead_rank(made: Any) -> None:
     """The last rank is gone."""
     engine_cases.dead_rank(lambda: call(made, rows_of(made, made.rank, 4)), made.dp - 1)
+
+
+def reloaded(made: Any) -> None:
+    """Weights that vLLM loads once more give the same; so does a second look at them."""
+    get_model_loader(made.config.load_config).load_weights(made.model, made.config.model_config)
+    for _ in range(2):
+        for layer in made.experts:
+            layer.quant_method.process_weights_after_loading(layer)
+    made.check()
+
+
+def swaps_are_seen(made: Any) -> None:
+    """`engine_cases.swaps_are_seen`."""
+    engine_cases.swaps_are_seen(made, made.experts[0].quant_method.moe_kernel.fused_experts._weights.w13)
+
+
+def formats_are_refused() -> None:
+    """Packed weights that we do not read are named with the option that stands against it."""
+    moe = {"in_dtype": torch.bfloat16, "hidden_dim": 64, "intermediate_size_per_partition": 96}
+
+    def read(made: Any, *, ranks: int = 1, interleaved: bool = False) -> str:
+        made.moe = SimpleNamespace(**moe, moe_parallel_config=SimpleNamespace(ep_size=ranks))
+        return format_of(made, interleaved=interleaved).scheme.name
+
+    def packed(**changes: Any) -> Any:
+        settings = engine_cases.INTS | {"symmetric": True} | changes
+        return method("CompressedTensorsWNA16MoEMethod", weight_quant=SimpleNamespace(**settings))
+
+    gptq = functools.partial(configured, "AutoGPTQMoEMethod", engine_cases.GPTQ)
+    awq = functools.partial(configured, "AutoAWQMoEMethod", engine_cases.AWQ)
+    rows = functools.partial(configured, "MoeWNA16Method", {"weight_bits": 4, "has_zp": True, "group_size": 32})
+    engine_cases.formats_are_read(
+        read,
+        [
+            (packed(), "int4_w4a16_g128"),
+            (packed(num_bits=8, symmetric=False), "int8_w8a16_g128_zp"),
+            (gptq(group_size=-1, desc_act=True), "int4_w4a16"),
+            (gptq(weight_bits=8), "int8_w8a16_g128_zp"),
+            (awq(), "int4_w4a16_g128_zp"),
+            (rows(), "int4_w4a16_g32_zp"),
+        ],
+        [
+            (packed(num_bits=2), "num_bits 2"),
+            (packed(actorder="group"), "actorder 'group'.*order of w13"),
+            (packed(strategy="tensor"), "strategy 'tensor'"),
+            (gptq(is_sym=False), "sym false"),
+            (gptq(desc_act=True), "desc_act.*order of w13"),
+            (awq(zero_point=False), "AWQ weights without zero points"),
+            (rows(group_size=64), r"groups of 64 do not divide intermediate \(96\)"),
+            (method("CompressedTensorsW4A4Nvfp4MoEMethod"), "does not tell NVFP4 tokens"),
+            (method("ModelOptNvFp4FusedMoE", use_a16=False, per_token_activation=True), "for each token"),
+            (method("StrangeMethod"), "weights of StrangeMethod are not read here"),
+        ],
+    )
+    on_two = functools.partial(read, ranks=2)
+    engine_cases.formats_are_read(
+        on_two, [(rows(has_zp=False), "int4_w4a16_g32")], [(rows(), "several expert-parallel ranks")]
+    )
+    turned = functools.partial(read, interleaved=True)
+    engine_cases.formats_are_read(turned, [], [(packed(), "interleaved gate and up rows")])

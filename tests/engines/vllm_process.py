@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import vllm
 import vllm_cases
-import vllm_formats
 import vllm_twins
 from engine_process import (
     CHECKPOINTS,
@@ -174,7 +173,7 @@ def qwen3_moe() -> None:
         if WORLD == 1:
             attempt(vllm_cases.crossed, made)
             attempt(vllm_cases.hooks_are_checked)
-            attempt(vllm_formats.formats_are_refused)
+            attempt(vllm_cases.formats_are_refused)
         attempt(vllm_cases.other_layers, made)
 
 
@@ -200,8 +199,8 @@ def packed(form: str, **options: Any) -> None:
         report(f"{form}, layout auto: {made.check():.1e}")
         made.use(Layout.FLAT)
         report(f"{form}, layout flat: {made.check():.1e}")
-        attempt(vllm_formats.reloaded, made, name=f"reloaded in {form}")
-        attempt(vllm_formats.swaps_are_seen, made, name=f"swaps_are_seen in {form}")
+        attempt(vllm_cases.reloaded, made, name=f"reloaded in {form}")
+        attempt(vllm_cases.swaps_are_seen, made, name=f"swaps_are_seen in {form}")
         if form == "awq":  # zero points move with their experts
             attempt(vllm_cases.parameters_stay, made)
 

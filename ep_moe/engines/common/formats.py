@@ -13,7 +13,7 @@ import torch
 
 from ep_moe.config import DTYPES
 from ep_moe.engines.common.model import gate_above_up
-from ep_moe.engines.common.packed import Order, check_order, middle, rows_first, turn, values_of, zero_points
+from ep_moe.engines.common.packed import Order, check_order, rows_first, turn, values_of, zero_points
 from ep_moe.quant import QuantScheme, StoredMatrix, get_scheme
 from ep_moe.weights import ExpertWeights, PerExpert
 from ep_moe.weights.method import SCALE_NAMES, Method, shared_scale
@@ -30,8 +30,8 @@ class LoadedFormat:
         method: what they mean, and the names of their parameters.
         bias_name: of the parameters with biases, behind "w13_" and "w2_".
         interleaved: rows of w13 are loaded as [gate 0, up 0, gate 1, ...].
-        order: of packed integers as they are loaded: "rows" is ours; in "columns" and "awq" values and zero points are
-            transposed, as `packed` has them, and scales are [L, G, N].
+        order: of packed integers as they are loaded: "rows" is ours; "columns" and "awq" are those of `packed`, with
+            scales [L, G, N].
         in_order: parameters [L, K] hold the group of each column, which must be in order.
         up_first: w13 is loaded as [up; gate].
     """
@@ -169,11 +169,10 @@ def format_by(readers: Mapping[str, LoadedFormat | Reader], holder: Any, *argume
 
 
 def weights_of(layer: Any, loaded: LoadedFormat) -> ExpertWeights:
-    """The parameters of a layer, as views; but zero points are unpacked. Local.
+    """The parameters of a layer, as views, but for unpacked zero points; static scales of activations are left out.
 
-    Args: layer: after `share_scale` if its scales are per tensor, and after `RowOrder.arrange`. Static scales of
-        activations are left out.
-    Errors: ValueError for parameters that are not as the engine's loader leaves them.
+    Args: layer: after `share_scale` if its scales are per tensor, and after `RowOrder.arrange`.
+    Errors: ValueError for parameters that are not as the engine's loader leaves them. Local.
     """
     scheme = loaded.scheme
     matrices, constants = dict[str, StoredMatrix](), dict[str, torch.Tensor]()
@@ -215,8 +214,8 @@ def _zero_points(layer: Any, field: str, loaded: LoadedFormat, scale: torch.Tens
         check_order(layer, f"{field}_{method.order[1:]}", scale.shape[-1])
     if not method.stored.zero_point:
         return None
-    if "zero" not in method.parts or method.middle_zero:
-        return middle(scale, method.stored)
+    if "zero" not in method.parts or method.middle_zero:  # symmetric: all the same
+        return torch.full_like(scale, 2 ** (8 // method.stored.packed - 1), dtype=torch.uint8)
     return zero_points(layer, field, method.names["zero"], method.stored, loaded.order)
 
 
@@ -226,8 +225,7 @@ def _bias(layer: Any, field: str, loaded: LoadedFormat) -> torch.Tensor | None:
 
 
 def _scale(layer: Any, field: str, loaded: LoadedFormat) -> torch.Tensor | None:
-    """The scales of a matrix as `StoredMatrix` has them: [L] per tensor, [L, N] per channel, or in groups or blocks; a
-    view."""
+    """The scales of a matrix as `StoredMatrix` has them, a view."""
     scale, kind = loaded.parameter(layer, field, "scale"), loaded.scheme.weight
     if scale is None:
         return None
@@ -259,8 +257,8 @@ def share_scale(layer: Any) -> None:
 class RowOrder:
     """Turns parameters to rows in the order [gate; up], in place and only once after each load of weights.
 
-    Engines process weights again after a reload, which writes the checkpoint's order, and after a sleep, which may
-    write nothing. So the first elements of w13 are kept as `arrange` has left them, and compared.
+    Engines process weights again after a reload, which writes them, and after a sleep, which may not: the first
+    elements of w13 are compared with those that `arrange` has left.
     """
 
     def __init__(self) -> None:
@@ -269,8 +267,7 @@ class RowOrder:
     def arrange(self, layer: Any, loaded: LoadedFormat) -> None:
         """Turn packed values and scales, or interleaved rows of w13 and its scales and biases, to our order.
 
-        Parameters keep their storage and shape, in which an engine's load balancer moves whole experts. One expert at a
-        time is copied: a copy of all would double the memory. Local, host sync.
+        Parameters keep their storage and shape. One expert at a time is copied, to save memory. Local, host sync.
         """
         turned = loaded.order != "rows"
         if not turned and not loaded.interleaved:

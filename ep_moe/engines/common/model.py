@@ -42,11 +42,7 @@ class Agreement:
 
 
 class ExpertLoad:
-    """Counts of the ids that layers route to, for balancing experts over ranks.
-
-    Args:
-        num_layers: MoE layers of the model. num_experts: E. device: of the ids.
-    """
+    """Counts on the device of the ids that `num_layers` MoE layers route to, for balancing experts over ranks."""
 
     def __init__(self, num_layers: int, num_experts: int, device: torch.device) -> None:
         # the extra column counts ids that are no experts, so that they need no filtering, which would be a host sync
@@ -88,11 +84,8 @@ def placement_of(placement: str | Placement, num_experts: int, group: EPGroup) -
 
 
 def warm_up(layers: Iterable[ExpertParallelMoE], num_topk: int, *, padded: bool = False) -> None:
-    """Compile the kernels of all layers, once for layers that use the same kernels. Collective.
-
-    Args:
-        num_topk: K. padded: compile for calls with `num_tokens` too.
-    """
+    """Compile the kernels of all layers, once for layers that use the same; with `padded` also for calls with
+    `num_tokens`. Collective."""
     alike = {(layer.config, *(tensor is None for tensor in layer.weights.optional)): layer for layer in layers}
     for layer in alike.values():
         layer.warmup(num_topk=num_topk, padded=padded)

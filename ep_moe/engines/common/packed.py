@@ -11,7 +11,6 @@ from ep_moe.quant import TensorFormat, pack_nibbles, unpack_nibbles
 from ep_moe.weights.packing import unpack_awq
 
 Order = Literal["rows", "columns", "awq"]
-_BITS = 8  # of a byte
 ZERO_POINTS = "unpacked_zero_points"  # of our parameters, behind "w13_" and "w2_"
 
 
@@ -64,11 +63,6 @@ def zero_points(layer: Any, matrix: str, name: str, stored: TensorFormat, order:
         layer.register_parameter(ours, torch.nn.Parameter(found, requires_grad=False))
     zero: torch.Tensor = getattr(layer, ours).data
     return zero.squeeze(-1) if stored.granularity == "channel" else zero
-
-
-def middle(scale: torch.Tensor, stored: TensorFormat) -> torch.Tensor:
-    """The zero points of symmetric integers, which the engine does not store: all the same, as `scale`. Local."""
-    return torch.full_like(scale, 2 ** (_BITS // stored.packed - 1), dtype=torch.uint8)
 
 
 def check_order(layer: Any, name: str, num_groups: int) -> None:

@@ -6,7 +6,6 @@ import importlib
 import inspect
 import logging
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from ep_moe.config import GroupConfig, TransportConfig
@@ -14,65 +13,49 @@ from ep_moe.engines.common.transports import SharedTransports
 from ep_moe.environment import PluginConfig
 
 ADOPTED = "ep_moe_adopted"  # of the class of a method that computes here
-ATTRIBUTE = "ep_moe"  # of such a method: its layer's `EngineLayer`
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Hook:
-    """An attribute of an engine.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Needs:
+    """What a plug-in needs of its engine.
 
     Args:
-        module: dotted name. path: of the attribute in it, such as "Class.method".
-        parameters: names that a function must have among its parameters, in this order.
+        engine: its name. tested: its versions that are tested.
+        hooks: the name of each module with ":", then its functions and classes that are called or replaced, in
+            parentheses the parameters that they must have, in this order.
+    Example of hooks: "json: dumps(obj, skipkeys) JSONEncoder.encode".
     """
 
-    module: str
-    path: str
-    parameters: tuple[str, ...] = ()
+    engine: str
+    tested: tuple[str, ...]
+    hooks: str
 
+    def check(self, version: str, log: logging.Logger) -> None:
+        """Log a warning for a version that is not tested.
 
-def hooks_of(text: str) -> tuple[Hook, ...]:
-    """The hooks of a text: the name of each module with ":", then its attributes, with parameters in parentheses.
-
-    Example: "json: dumps(obj, skipkeys) JSONEncoder.encode". Local.
-    """
-    found, module = [], ""
-    for name, rest, parameters in re.findall(r"([\w.]+)(:|\(([^)]*)\))?", text):
-        if rest == ":":
-            module = name
-        else:
-            found.append(Hook(module=module, path=name, parameters=tuple(re.findall(r"\w+", parameters))))
-    return tuple(found)
-
-
-def check_version(engine: str, version: str, tested: Sequence[str], log: logging.Logger) -> None:
-    """Warn if a version of an engine is not one of those tested. Local."""
-    if version not in tested:
-        log.warning("ep_moe is tested with %s %s; it tries to run in %s", engine, " and ".join(tested), version)
-
-
-def check_hooks(engine: str, version: str, tested: Sequence[str], hooks: Sequence[Hook]) -> None:
-    """Raise RuntimeError that names engine, version and attribute if a hook is missing or takes other parameters.
-
-    Local; imports the modules of the hooks.
-    """
-    for hook in hooks:
-        where = f"{hook.module}.{hook.path}"
-        advice = f"ep_moe is tested with {' and '.join(tested)}"
-        try:
-            found: Any = importlib.import_module(hook.module)
-            for name in hook.path.split("."):
-                found = getattr(found, name)
-        except (ImportError, AttributeError) as error:
-            raise RuntimeError(f"{engine} {version} has no {where} ({error}); {advice}") from error
-        if not hook.parameters:
-            continue
-        parameters = list(inspect.signature(found).parameters)
-        if [name for name in parameters if name in hook.parameters] != list(hook.parameters):
-            needed = ", ".join(hook.parameters)
-            raise RuntimeError(
-                f"{engine} {version}: {where} takes ({', '.join(parameters)}), needed are ({needed}); {advice}"
-            )
+        Errors: RuntimeError names engine, version and a hook that is missing or takes other parameters. Local.
+        """
+        tested, module = " and ".join(self.tested), ""
+        if version not in self.tested:
+            log.warning("ep_moe is tested with %s %s; it tries to run in %s", self.engine, tested, version)
+        for name, rest, parameters in re.findall(r"([\w.]+)(:|\(([^)]*)\))?", self.hooks):
+            if rest == ":":
+                module = name
+                continue
+            where, needed = f"{module}.{name}", re.findall(r"\w+", parameters)
+            try:
+                found: Any = importlib.import_module(module)
+                for part in name.split("."):
+                    found = getattr(found, part)
+            except (ImportError, AttributeError) as error:
+                words = f"{self.engine} {version} has no {where} ({error}); ep_moe is tested with {tested}"
+                raise RuntimeError(words) from error
+            taken = list(inspect.signature(found).parameters) if needed else []
+            if [parameter for parameter in taken if parameter in needed] != needed:
+                raise RuntimeError(
+                    f"{self.engine} {version}: {where} takes ({', '.join(taken)}), needed are ({', '.join(needed)}); "
+                    f"ep_moe is tested with {tested}"
+                )
 
 
 @dataclasses.dataclass(eq=False)
@@ -94,20 +77,11 @@ class Plugin:
     loaded: set[TransportConfig] = dataclasses.field(default_factory=set)
 
     @classmethod
-    def create(
-        cls,
-        engine: str,
-        version: str,
-        tested: Sequence[str],
-        hooks: Sequence[Hook],
-        config: PluginConfig,
-        log: logging.Logger,
-    ) -> "Plugin":
-        """Check the engine, and make the plug-in of this process. Errors: RuntimeError as of `check_hooks`. Local."""
-        check_version(engine, version, tested, log)
-        check_hooks(engine, version, tested, hooks)
+    def create(cls, needs: Needs, version: str, config: PluginConfig, log: logging.Logger) -> "Plugin":
+        """Check the engine, and make the plug-in of this process. Errors: as of `Needs.check`. Local."""
+        needs.check(version, log)
         transports = SharedTransports(config.transport, GroupConfig(timeout_secs=config.timeout_secs))
-        return cls(engine=engine, config=config, transports=transports, log=log)
+        return cls(engine=needs.engine, config=config, transports=transports, log=log)
 
     def log_once(self, key: str, level: int, line: str) -> None:
         """Log a line unless one with the same key was logged before. Local."""
@@ -128,9 +102,9 @@ def adopt(method: Any, state: Any, **overrides: Any) -> None:
 
     A subclass and not a wrapper: engines ask for a method's class, its name and its attributes while they load weights.
 
-    Args: state: its `EngineLayer`. overrides: functions and attributes of the subclass.
+    Args: state: its `EngineLayer`, which becomes its attribute `ep_moe`. overrides: attributes of the subclass.
     """
     theirs = type(method)
     names = {name: getattr(theirs, name) for name in ("__module__", "__qualname__", "__doc__")}
     method.__class__ = type(theirs.__name__, (theirs,), names | {ADOPTED: True} | overrides)
-    object.__setattr__(method, ATTRIBUTE, state)
+    object.__setattr__(method, "ep_moe", state)

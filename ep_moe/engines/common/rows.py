@@ -21,9 +21,8 @@ class RowShare:
     """The part of the engine's rows that a rank sends.
 
     Args:
-        sharers: ranks with equal rows, which send a slice each; 1 if all rows are this rank's own.
-        rank: of this rank among them, or among those of a sequence-parallel group.
-        chunks: ranks of a sequence-parallel group, over which the engine has spread the rows already, else 1.
+        sharers: ranks with equal rows, which send a slice each. rank: of this rank among them, or in its chunks.
+        chunks: ranks of a sequence-parallel group, over which the engine has spread the rows already.
     """
 
     sharers: int = 1
@@ -55,10 +54,8 @@ def rows_to_send(
     """This rank's rows and their routing, as `Transport.dispatch_send` takes them.
 
     Args:
-        x: [T, H]. topk_ids: [T, K], -1 none. topk_weights: [T, K], any float dtype.
-        share: which rows are this rank's. scheme: of the payload.
-        weights_on_input: multiply rows by their weight; K must be 1.
-        input_scale: [1] float32, a static scale of the tokens.
+        x: [T, H]. topk_ids: [T, K], -1 none. topk_weights: [T, K], any float dtype. scheme: of the payload.
+        weights_on_input: multiply rows by their weight; K must be 1. input_scale: [1] float32, static, of the tokens.
     Errors: ValueError for tensors that do not fit each other. Local, no host sync.
     """
     own = share.own(x.shape[0])

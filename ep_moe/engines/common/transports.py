@@ -1,7 +1,4 @@
-"""Transports that layers share: buffers then grow with the number of transports, not with the number of layers.
-
-Letters: K top-k, E experts of all ranks.
-"""
+"""Transports that layers share, whose buffers so do not grow with the number of layers. Letters: K top-k, E experts."""
 
 import atexit
 import dataclasses
@@ -38,9 +35,8 @@ class SharedTransport:
 class SharedTransports:
     """Transports that are shared by all layers with the same sizes, also by those of later models.
 
-    A transport lives until the process ends or another process group takes the name of its process group. It cannot be
-    closed with its last layer: ranks garbage-collect a model at different times, so that one rank would use the old
-    transport and another a new one.
+    A transport lives until the process ends or another process group takes the name of its own, and not until its last
+    layer goes: ranks garbage-collect a model at different times.
 
     Args:
         transport: name of their implementation. config: deadlines of their ranks.
@@ -61,8 +57,8 @@ class SharedTransports:
     def join(self, process_group: dist.ProcessGroup | None, device: torch.device) -> EPGroup:
         """The group that transports over a process group share; None is this rank alone.
 
-        An engine joins while its ranks still keep step, and lets them wait for each other (`EPGroup.wait_for_all`,
-        which has no deadline) before `get`. Collective at its first call for a process group, with a deadline.
+        An engine joins while its ranks keep step, and lets them wait for each other (`EPGroup.wait_for_all`, which has
+        no deadline) before `get`. Collective at its first call for a process group, with a deadline.
         """
         if process_group is None:
             return EPGroup.single(device, self._config)
@@ -76,9 +72,7 @@ class SharedTransports:
     def get(
         self, process_group: dist.ProcessGroup | None, num_experts: int, sizes: TransportConfig, device: torch.device
     ) -> SharedTransport:
-        """The transport over a process group, for E experts placed linearly, with these sizes on this device.
-
-        A process group of None is this rank alone.
+        """The transport over a process group (None is this rank alone) for E experts placed linearly.
 
         Collective for the first layer with these sizes; all ranks call it in the same order.
         """

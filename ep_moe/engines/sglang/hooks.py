@@ -1,9 +1,11 @@
 """What we call or replace in SGLang."""
 
-from ep_moe.engines.common.plugin import hooks_of
+from ep_moe.engines.common.plugin import Needs
 
-TESTED = ("0.5.17", "0.5.23")
-HOOKS = hooks_of("""
+NEEDS = Needs(
+    "SGLang",
+    ("0.5.17", "0.5.23"),
+    """
 sglang.srt.plugins.hook_registry:
     HookRegistry.register(target, hook, hook_type)
     HookType.AROUND
@@ -60,4 +62,5 @@ sglang.srt.runtime_context:
     get_parallel
     get_schedule
     get_spec
-""")
+""",
+)

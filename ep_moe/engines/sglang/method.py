@@ -1,7 +1,4 @@
-"""A quantization method of SGLang that computes here: SGLang's own object creates and loads the weights, we the rest.
-
-Letters: T rows on this rank, K top-k, R ranks, M max_tokens_per_rank.
-"""
+"""A quantization method of SGLang that computes here: SGLang's object loads the weights, we do the rest."""
 
 import dataclasses
 from typing import Any
@@ -12,7 +9,7 @@ from sglang.srt.layers.moe.utils import get_moe_a2a_backend
 
 from ep_moe.config import Layout
 from ep_moe.engines.common.engine_layer import EngineLayer, LayerKind
-from ep_moe.engines.common.plugin import ATTRIBUTE, Plugin, adopt
+from ep_moe.engines.common.plugin import Plugin, adopt
 from ep_moe.engines.common.rows import RowShare
 from ep_moe.engines.sglang.step import layout_of
 from ep_moe.layer import ExpertParallelMoE
@@ -84,25 +81,11 @@ class LayerMethod(EngineLayer):
 
 
 def compute_here(method: Any, state: LayerMethod) -> None:
-    """Let a method of SGLang compute here. Local."""
+    """Let a method of SGLang compute here, with weights as they were loaded: SGLang would repack them. Local."""
     adopt(
         method,
         state,
-        process_weights_after_loading=_process_weights_after_loading,
-        restore_weights_before_loading=_keep_weights,
-        apply=_apply,
+        process_weights_after_loading=lambda self, layer: state.load(layer),
+        restore_weights_before_loading=lambda self, layer: None,  # nothing was repacked
+        apply=lambda self, layer, dispatch_output: dispatch_output.compute(),
     )
-
-
-def _process_weights_after_loading(self: Any, layer: Any) -> None:
-    """SGLang would repack weights for a kernel of its own; we take them as they were loaded."""
-    getattr(self, ATTRIBUTE).load(layer)
-
-
-def _keep_weights(self: Any, layer: Any) -> None:
-    """Nothing was repacked, so a reload finds the parameters as it wants them."""
-
-
-def _apply(self: Any, layer: Any, dispatch_output: Any) -> Any:
-    """The call of SGLang's layer between its dispatcher's calls."""
-    return dispatch_output.compute()

@@ -8,7 +8,7 @@ import sglang
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from ep_moe.engines.common.plugin import ADOPTED, Plugin
-from ep_moe.engines.sglang.hooks import HOOKS, TESTED
+from ep_moe.engines.sglang.hooks import NEEDS
 from ep_moe.environment import SGLANG_BACKEND, PluginConfig
 
 _MOE = "sglang.srt.layers.moe"
@@ -20,7 +20,7 @@ def register_hooks(config: PluginConfig) -> None:
     """Register our hooks; does nothing the second time. Errors: RuntimeError names a hook that SGLang lacks. Local."""
     if _plugins:
         return
-    plugin = Plugin.create("SGLang", sglang.__version__, TESTED, HOOKS, config, _log)
+    plugin = Plugin.create(NEEDS, sglang.__version__, config, _log)
     _plugins.append(plugin)
     _add_backend()
     layers = _Layers(plugin)

@@ -87,31 +87,26 @@ def keep_in_step(model: torch.nn.Module, num_topk: int | None) -> None:
             module.register_forward_hook(functools.partial(_call_the_rest, num_topk=num_topk or 1))
 
 
-def experts_in_order(block: torch.nn.Module) -> list[ExpertsModule]:
-    """The experts of a block, in the order in which it calls them. Local."""
+def _in_order(block: torch.nn.Module) -> list[ExpertsModule]:
+    """The experts of a block, in the order in which it calls them."""
     return [block.get_submodule(name).experts for name in ("text_moe", "vision_moe")]
 
 
-def _forget_calls(block: torch.nn.Module, inputs: Any) -> None:
-    del inputs
-    for experts in experts_in_order(block):
+def _forget_calls(block: torch.nn.Module, _inputs: Any) -> None:
+    for experts in _in_order(block):
         getattr(experts, SHARDED).called = False
 
 
-def _call_the_rest(block: torch.nn.Module, inputs: Any, output: Any, *, num_topk: int) -> None:
-    hidden_states = output[0]
-    del inputs
-    for experts in experts_in_order(block):
+def _call_the_rest(block: torch.nn.Module, _inputs: Any, output: Any, *, num_topk: int) -> None:
+    tokens = output[0].new_empty(0, output[0].shape[-1])
+    for experts in _in_order(block):
         if not getattr(experts, SHARDED).called:
-            tokens = hidden_states.new_empty(0, hidden_states.shape[-1])
             ids = torch.empty(0, num_topk, dtype=torch.int64, device=tokens.device)
             experts(tokens, ids, tokens.new_empty(0, num_topk))
 
 
 def check_takes_experts(model: PreTrainedModel) -> None:
-    """Refuse a model whose experts do not support experts implementations.
-
-    The rule is that of transformers: a model passes if any of its modules, or the source of its class, supports them.
+    """Refuse a model unless any of its modules, or the source of its class, supports experts implementations.
 
     Errors: ValueError names the class. Local.
     """
@@ -129,11 +124,8 @@ def check_takes_experts(model: PreTrainedModel) -> None:
 
 
 def refuse_unsupported_models(name: str) -> None:
-    """Make transformers call `check_takes_experts` for models that use implementation `name`.
-
-    It is called after a model is built, and when its implementation is set later. transformers silently ignores
-    unsupported implementations and has no hook for this, so two of its methods are wrapped, once. Local.
-    """
+    """Make transformers call `check_takes_experts` for models that use implementation `name`, when they are built and
+    when it is set later: it would ignore the name, and has no hook, so two of its methods are wrapped, once. Local."""
     post_init, correct = PreTrainedModel.post_init, PreTrainedModel.get_correct_experts_implementation
     if hasattr(post_init, _MARK):
         return

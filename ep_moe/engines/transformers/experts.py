@@ -61,9 +61,9 @@ def _probes() -> torch.Tensor:
 
 
 def activation_of(module: ExpertsModule) -> ActivationConfig:
-    """Find the activation of an experts module by running its own code on inputs up to 1000 and comparing.
+    """The activation of an experts module, found by running its own code on inputs up to 1000 and comparing.
 
-    It does not detect a limit above 1000, or a lower limit of the gate where silu and gelu are within 1e-6 of zero.
+    A limit above 1000, and a lower one of the gate where silu and gelu are within 1e-6 of zero, is not seen.
     Errors: ValueError names the module's class if no `ActivationConfig` gives the same results. Local.
     """
     probes = _probes()
@@ -133,13 +133,8 @@ def weights_of(module: ExpertsModule, experts: Sequence[int] | None = None) -> E
 
 
 def parameters_of(module: ExpertsModule, weights: ExpertWeights) -> dict[str, torch.Tensor]:
-    """The inverse of `weights_of`: the parameters of an experts module, as views if the memory order is the same.
-
-    Args:
-        module: only its flags are used.
-        weights: of some or all of its experts, unquantized.
-    Returns: name -> [number of experts in `weights`, ...]. Local.
-    """
+    """The inverse of `weights_of` for unquantized experts, as views if the memory order is the same; of `module` only
+    the flags are used. Returns: name -> [number of experts in `weights`, ...]. Local."""
 
     def in_their_order(rows: torch.Tensor) -> torch.Tensor:
         return rows if not module.has_gate or module.is_concatenated else gate_beside_up(rows)
@@ -172,8 +167,8 @@ def are_views(weights: ExpertWeights, module: ExpertsModule) -> bool:
 
 
 def state_of(module: ExpertsModule) -> tuple[object, ...]:
-    """A value that changes when a module's parameters are replaced or moved. It does not see writes to them: torch's
-    version counter misses those through `.data`. Local, no host sync."""
+    """A value that changes when parameters are replaced or moved, but not when they are written to. Local, no host
+    sync."""
     return tuple(
         (name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         for name, tensor in module.named_parameters(recurse=False)

@@ -30,13 +30,7 @@ MAX_TOKENS_PER_RANK = 4096  # the default M
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class HookConfig:
-    """Options of experts that transformers selects by name.
-
-    Args:
-        transport, experts: implementations by name.
-        layout: of the expert batch.
-        max_tokens_per_rank: M of the expert-parallel hooks; experts of a single process take any number of tokens.
-    """
+    """Options of experts that transformers selects by name, as of `register`."""
 
     transport: str = "auto"
     experts: str = "auto"
@@ -52,10 +46,8 @@ def without_backward(module: ExpertsModule, run: Callable[[], torch.Tensor], *in
 class ModuleWeights:
     """The current weights of an experts module, as long as `serves` is true for it.
 
-    Parameters in our memory order are used in place. Transposed and interleaved ones are copied in each call, since
-    writes to them cannot be detected; `from_pretrained` and `shard_experts` copy once and are faster for such a model.
-
-    Args: weights: of the module, kept if they are its parameters in place.
+    Parameters in our memory order are used in place; transposed and interleaved ones are copied in each call, since
+    writes to them cannot be detected.
     """
 
     def __init__(self, module: ExpertsModule, weights: ExpertWeights) -> None:
@@ -72,10 +64,8 @@ class ModuleWeights:
 
 
 class LocalExperts:
-    """All experts of one module in this process: the function behind `experts_implementation="ep_moe"`.
-
-    `local_moe` computes them, without an exchange: on a GPU no host sync, and safe in CUDA graphs.
-    """
+    """All experts of one module in this process: the function behind `experts_implementation="ep_moe"`; safe in CUDA
+    graphs."""
 
     def __init__(self, module: ExpertsModule, config: HookConfig) -> None:
         weights = weights_of(module)

@@ -32,17 +32,11 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One experts module of a model, and the config and weights of its layer.
+    """One experts module of a model, and the config and weights of its layer."""
 
-    Args:
-        module: its parameters are dropped once the layer is made.
-        config: of the layer.
-        weights: function that returns this rank's experts.
-    """
-
-    module: ExpertsModule
+    module: ExpertsModule  # its parameters are dropped once the layer is made
     config: MoEConfig
-    weights: Callable[[], ExpertWeights]
+    weights: Callable[[], ExpertWeights]  # returns this rank's experts
 
 
 def install(

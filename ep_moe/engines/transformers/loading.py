@@ -8,6 +8,7 @@ model has several dtypes.
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
@@ -56,10 +57,17 @@ def load_dense(model: PreTrainedModel, checkpoint: Checkpoint, device: torch.dev
     needed, kept = set(model.state_dict()), model._get_dtype_plan(model.dtype)
     with checkpoint.dense(model.dtype) as dense:
         missing = _check_names(model, dense, checkpoint.directory)
-        for name in dense:
-            if name in needed:
-                parent, _, leaf = name.rpartition(".")
-                _assign(model.get_submodule(parent), leaf, name, dense, device, kept)
+        for name in filter(needed.__contains__, dense):
+            parent, _, leaf = name.rpartition(".")
+            module, stored = model.get_submodule(parent), dense.stored[name]
+            places: dict[str, Any] = module._parameters if leaf in module._parameters else module._buffers
+            place = places[leaf]
+            if stored.shape != tuple(place.shape):
+                raise ValueError(f"{stored.name} in {stored.file} is {[*stored.shape]}, expected {[*place.shape]}")
+            chosen = (kept[pattern] for pattern in kept if re.search(pattern.replace("*", r"\d+"), name))
+            tensor = dense[name].to(device=device, dtype=next(chosen, place.dtype))
+            places[leaf] = tensor if places is module._buffers else torch.nn.Parameter(tensor, requires_grad=False)
+            vars(places[leaf])["_is_hf_initialized"] = True  # so that transformers does not initialize it
     model.tie_weights(missing_keys=missing, recompute_mapping=False)
     for module in model.modules():
         for leaf in module._non_persistent_buffers_set & module._buffers.keys():
@@ -85,9 +93,7 @@ def layers_of(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, int]:
 def load_whole(checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
     """Load a whole model with transformers' own eager experts, dequantized if it is quantized on disk.
 
-    Args:
-        dtype: of parameters; by default that of config.json, else float32.
-    Returns: the model in evaluation mode, without gradients.
+    Args: dtype: as of `build_skeleton`. Returns: the model in evaluation mode, without gradients.
     Errors: those of `build_skeleton`, `load_dense` and `ExpertWeights.from_pretrained`. Local; synchronizes with
         `device`.
     """
@@ -126,26 +132,3 @@ def _raise_if_any(names: set[str], ignored: Iterable[str] | None, before: str, a
     if wrong:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise ValueError(f"{before} {', '.join(wrong[:5])}{more}, {after}")
-
-
-def _assign(
-    module: torch.nn.Module,
-    leaf: str,
-    name: str,
-    dense: DenseTensors,
-    device: torch.device,
-    kept: dict[str, torch.dtype],
-) -> None:
-    place = module._parameters[leaf] if leaf in module._parameters else module._buffers[leaf]
-    assert place is not None
-    stored = dense.stored[name]
-    if stored.shape != tuple(place.shape):
-        raise ValueError(f"{stored.name} in {stored.file} is {list(stored.shape)}, expected {list(place.shape)}")
-    dtype = next((kept[pattern] for pattern in kept if re.search(pattern.replace("*", r"\d+"), name)), place.dtype)
-    tensor = dense[name].to(device=device, dtype=dtype)
-    if leaf in module._parameters:
-        tensor = torch.nn.Parameter(tensor, requires_grad=False)
-        module._parameters[leaf] = tensor
-    else:
-        module._buffers[leaf] = tensor
-    vars(tensor)["_is_hf_initialized"] = True  # so that transformers does not initialize it

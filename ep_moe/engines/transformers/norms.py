@@ -36,47 +36,37 @@ class NormForward:
 
 
 def replace_norms(model: torch.nn.Module) -> int:
-    """Compute RMS norms of a model by torch's operation if their class computes the same.
-
-    Norms with a forward of their own, and classes that compute something else (those that add 1 to the weight, for
-    example), stay as they are.
+    """Compute RMS norms of a model by torch's operation if their class computes the same: weight * x / sqrt(mean(x^2) +
+    eps). Others, such as those that add 1 to the weight, and norms with a forward of their own stay.
 
     Args: model: changed in place. Returns: the number of norms replaced. Local.
     """
-    same: dict[object, bool] = {}
+    same: dict[object, bool] = {}  # by class
     count = 0
     for module in model.modules():
-        if type(module).__name__.endswith(_SUFFIX) and "forward" not in vars(module) and _is_plain(module, same):
+        if not type(module).__name__.endswith(_SUFFIX) or "forward" in vars(module):
+            continue
+        weight, eps = module._parameters.get("weight"), getattr(module, "variance_epsilon", None)
+        if weight is None or weight.dim() != 1 or not isinstance(eps, float):
+            continue
+        key = (type(module), weight.shape, eps)
+        if key not in same:
+            same[key] = _compare(module)
+        if same[key]:
             module.__dict__["forward"] = NormForward(module)
             count += 1
     return count
 
 
-def _is_plain(norm: Norm, same: dict[object, bool]) -> bool:
-    """Whether a norm's class computes weight * x / sqrt(mean(x^2) + eps). `same`: earlier results by class."""
-    weight, eps = norm._parameters.get("weight"), getattr(norm, "variance_epsilon", None)
-    if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or not isinstance(eps, float):
-        return False
-    key = (type(norm), weight.shape, eps)
-    if key not in same:
-        same[key] = _compare(norm)
-    return same[key]
-
-
 @torch.no_grad()
 def _compare(norm: Norm) -> bool:
     """Whether a norm's class gives what torch gives, for random weights and rows in float32 on the CPU."""
-    random = torch.Generator().manual_seed(_SEED)
     (width,) = norm.weight.shape
-    probe = copy.copy(norm)
-    vars(probe)["_parameters"] = dict(norm._parameters) | {
-        "weight": torch.randn(width, generator=random, dtype=torch.float32, device="cpu")
-    }
-    # rows of such size that eps matters in some of them
-    rows = (
-        torch.randn(_PROBES, width, generator=random, dtype=torch.float32, device="cpu")
-        * torch.logspace(-4, 2, _PROBES, dtype=torch.float32, device="cpu")[:, None]
-    )
+    like: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    probe, random = copy.copy(norm), torch.Generator().manual_seed(_SEED)
+    vars(probe)["_parameters"] = dict(norm._parameters) | {"weight": torch.randn(width, generator=random, **like)}
+    rows = torch.randn(_PROBES, width, generator=random, **like)
+    rows *= torch.logspace(-4, 2, _PROBES, **like)[:, None]  # of such size that eps matters in some of them
     try:
         expected = type(norm).forward(probe, rows)
     except (AttributeError, TypeError, RuntimeError):

@@ -96,8 +96,7 @@ class MeshExperts:
         if sharers == 1:
             return layer.forward_routed(x, ids, weights)
         rows = -(-x.shape[0] // sharers)
-        first = self._batch_group.rank() * rows
-        mine = slice(first, first + rows)
+        mine = slice(self._batch_group.rank() * rows, (self._batch_group.rank() + 1) * rows)
         part = layer.forward_routed(x[mine], ids[mine], weights[mine])
         padded = torch.nn.functional.pad(part, (0, 0, 0, rows - part.shape[0]))
         gathered = padded.new_empty(sharers * rows, padded.shape[1])
@@ -108,10 +107,11 @@ class MeshExperts:
 
 def register_parallelism(config: HookConfig) -> None:
     """Register with transformers' expert parallelism, if the installed release has a hook for it. Local."""
+    transports = SharedTransports(config.transport)
     if _has_ep_implementations():
-        _register_implementation(config)
+        _register_implementation(config, transports)
     elif _has_parallel_styles():
-        _register_style(config)
+        _register_style(config, transports)
 
 
 def _has_ep_implementations() -> bool:
@@ -124,10 +124,8 @@ def _has_parallel_styles() -> bool:
     return "ep_size" not in DistributedConfig.__dataclass_fields__
 
 
-def _register_implementation(config: HookConfig) -> None:
+def _register_implementation(config: HookConfig, transports: SharedTransports) -> None:
     from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
-
-    transports = SharedTransports(config.transport)
 
     class EpMoeImplementation(EPImplementation):
         """Our transport between the ranks of an expert group, which may hold the same batch or different ones."""
@@ -148,14 +146,12 @@ def _register_implementation(config: HookConfig) -> None:
     EPImplementationInterface.register(NAME, EpMoeImplementation)
 
 
-def _register_style(config: HookConfig) -> None:
+def _register_style(config: HookConfig, transports: SharedTransports) -> None:
     from transformers.distributed.tensor_parallel import (
         ALL_PARALLEL_STYLES,
         TensorParallelLayer,
         _use_local_dtensor_params,
     )
-
-    transports = SharedTransports(config.transport)
 
     class EpMoeExpertsStyle(TensorParallelLayer):
         """Our transport between the ranks of a tensor-parallel mesh, which hold the same batch."""

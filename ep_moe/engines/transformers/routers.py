@@ -12,6 +12,7 @@ Letters: T tokens on this rank, H hidden, E experts, K top-k.
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -121,22 +122,20 @@ class RouterForward:
 
 def _probe_of(router: Router, form: Form, dtype: torch.dtype) -> tuple[Router, list[torch.Tensor]]:
     """A router of the same class and attributes with random parameters on the CPU, and arguments of its forward."""
-    random = torch.Generator().manual_seed(_SEED)
+    generator = torch.Generator().manual_seed(_SEED)
+    normal = functools.partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
     num_experts, hidden = router.weight.shape
-    weight = torch.randn(num_experts, hidden, generator=random, dtype=torch.float32, device="cpu") * (2.0 / hidden**0.5)
-    biases = {
-        name: torch.randn(tensor.shape, generator=random, dtype=torch.float32, device="cpu") * 0.3
-        for name, tensor in (*router._parameters.items(), *router._buffers.items())
-        if name != "weight" and tensor is not None
-    }
-    probe = copy.copy(router)
-    vars(probe)["_parameters"] = {"weight": weight.to(dtype)} | {
-        name: biases[name].to(dtype) for name in router._parameters if name in biases
-    }
-    vars(probe)["_buffers"] = {name: biases[name] for name in router._buffers if name in biases}
-    inputs = [torch.randn(_PROBES, hidden, generator=random, dtype=torch.float32, device="cpu").to(dtype)]
-    bias = torch.randn(num_experts, generator=random, dtype=torch.float32, device="cpu")
-    return probe, [*inputs, bias] if form.takes_bias else inputs
+    probe, weight = copy.copy(router), normal(num_experts, hidden) * (2.0 / hidden**0.5)
+
+    def biases(named: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+        found = {name: tensor for name, tensor in named.items() if name != "weight" and tensor is not None}
+        return {name: normal(tensor.shape) * 0.3 for name, tensor in found.items()}
+
+    own = {"weight": weight} | biases(router._parameters)
+    vars(probe)["_parameters"] = {name: tensor.to(dtype) for name, tensor in own.items()}
+    vars(probe)["_buffers"] = biases(router._buffers)
+    inputs = [normal(_PROBES, hidden).to(dtype)]
+    return probe, [*inputs, normal(num_experts)] if form.takes_bias else inputs
 
 
 def forward_of(router: Router, compared: dict[object, torch.dtype]) -> RouterForward:

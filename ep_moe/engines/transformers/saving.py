@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +44,9 @@ def save_pretrained(
 ) -> None:
     """The `save_pretrained` of a model of `from_pretrained` or `shard_experts`.
 
-    Every rank calls it: rank 0 gathers the experts layer by layer and writes each layer to separate files before the
-    next. It needs memory for one layer's experts besides the model, twice that if transformers converts them. The
-    directory ends up complete, or without weights. If some ranks do not call it, those that do wait until one of
-    them reaches another timeout, such as that of the next forward pass.
+    Every rank calls it: rank 0 gathers the experts and writes each layer to separate files before the next. It needs
+    memory for one layer's experts besides the model, twice that if transformers converts them. The directory ends up
+    complete, or without weights. Ranks that call it alone wait until another one reaches a timeout of its own.
 
     Args:
         modules: the experts modules by their names in `model`.
@@ -68,7 +67,7 @@ def save_pretrained(
         writer: _Writer | None = None
         with Agreement(group, PHASE):
             if group.rank == 0:
-                writer = stack.enter_context(_Writer.into(directory, max_shard_size))
+                writer = _Writer(stack, directory, max_shard_size)
                 writer.add_dense(model, save_original_format)
         for name, layer in layers.items():
             gathered = _gather(group, modules[name], layer)
@@ -159,21 +158,11 @@ def _expert(group: EPGroup, local: ExpertWeights, owner: int, index: int) -> Exp
 class _Writer:
     """Writes a checkpoint's files to a temporary folder in the directory, and moves them when all are complete."""
 
-    def __init__(self, directory: Path, folder: Path, max_shard_size: int | str) -> None:
-        self._directory, self._folder = directory, folder
-        self._max_shard_size = max_shard_size
-        self._num_layers = 0
-
-    @classmethod
-    @contextlib.contextmanager
-    def into(cls, directory: Path, max_shard_size: int | str) -> "Iterator[_Writer]":
-        """A writer whose temporary folder is removed at the end of the block."""
+    def __init__(self, stack: contextlib.ExitStack, directory: Path, max_shard_size: int | str) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=".ep_moe-", dir=directory))
-        try:
-            yield cls(directory, folder, max_shard_size)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        self._directory, self._max_shard_size, self._num_layers = directory, max_shard_size, 0
+        self._folder = Path(tempfile.mkdtemp(prefix=".ep_moe-", dir=directory))
+        stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
 
     def add_dense(self, model: PreTrainedModel, save_original_format: bool) -> None:
         """Make transformers write the configs and all weights that are not experts."""

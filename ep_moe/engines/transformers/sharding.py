@@ -91,14 +91,13 @@ def shard_experts(
 def _check_alike(configs: Mapping[str, MoEConfig], dtypes: Mapping[str, torch.dtype]) -> None:
     """Raise unless one transport and one placement fit all modules."""
     found = {
-        name: (config.num_experts, config.hidden, str(dtypes[name]).removeprefix("torch."))
+        name: f"{config.num_experts} experts, hidden {config.hidden}, {str(dtypes[name]).removeprefix('torch.')}"
         for name, config in configs.items()
     }
     first, expected = next(iter(found.items()))
     for name, sizes in found.items():
         if sizes != expected:
-            one, other = ("{} experts, hidden {}, {}".format(*entry) for entry in (expected, sizes))
-            raise ValueError(f"{first} has {one}, but {name} has {other}: one transport cannot serve both")
+            raise ValueError(f"{first} has {expected}, but {name} has {sizes}: one transport cannot serve both")
 
 
 def _chosen_scheme(name: str, loaded: QuantScheme, scheme: str) -> QuantScheme:

@@ -1,9 +1,11 @@
 """What we call or replace in vLLM."""
 
-from ep_moe.engines.common.plugin import hooks_of
+from ep_moe.engines.common.plugin import Needs
 
-TESTED = ("0.26.0", "0.33.0")
-HOOKS = hooks_of("""
+NEEDS = Needs(
+    "vLLM",
+    ("0.26.0", "0.33.0"),
+    """
 vllm.model_executor.custom_op:
     op_registry_oot
 vllm.model_executor.layers.fused_moe.routed_experts:
@@ -47,4 +49,5 @@ vllm.forward_context:
     is_forward_context_available
 vllm.v1.worker.ubatching:
     dbo_current_ubatch_id
-""")
+""",
+)

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CO
 
 from ep_moe.config import Layout
 from ep_moe.engines.common.engine_layer import EngineLayer, LayerKind
-from ep_moe.engines.common.plugin import ATTRIBUTE, Plugin, adopt
+from ep_moe.engines.common.plugin import Plugin, adopt
 from ep_moe.engines.vllm.experts import EpMoeBatchedExperts, EpMoeStandardExperts
 from ep_moe.engines.vllm.prepare_finalize import EpMoePrepareAndFinalize, RoundOptions
 from ep_moe.engines.vllm.step import in_micro_batch, share_of, tokens_of_ranks
@@ -124,40 +124,26 @@ class LayerMethod(EngineLayer):
 
 
 def compute_here(method: Any, state: LayerMethod) -> None:
-    """Let a method of vLLM compute here. Local."""
+    """Let a method of vLLM compute here, with weights and sizes as they were loaded: vLLM would repack them and round
+    them up for a kernel of its own. Local."""
+    no = property(lambda self: False)
+
+    def process_weights_after_loading(self: Any, layer: Any) -> None:
+        self.moe_quant_config = FUSED_MOE_UNQUANTIZED_CONFIG  # ours know the format from their scheme
+        self.moe_kernel = state.load(layer)
+
+    def keep_sizes(self: Any, hidden_size: int, intermediate_size_per_partition: int, *_: Any, **__: Any) -> Any:
+        return hidden_size, intermediate_size_per_partition
+
     adopt(
         method,
         state,
-        is_monolithic=property(lambda self: False),
-        skip_forward_padding=property(lambda self: False),
-        has_unpadded_output=property(lambda self: False),
+        is_monolithic=no,
+        skip_forward_padding=no,
+        has_unpadded_output=no,
         supports_pre_processed_weights=False,
-        maybe_roundup_sizes=_keep_sizes,
-        process_weights_after_loading=_process_weights_after_loading,
-        get_fused_moe_quant_config=_quant_config,
-        apply=_apply,
+        maybe_roundup_sizes=keep_sizes,
+        process_weights_after_loading=process_weights_after_loading,
+        get_fused_moe_quant_config=lambda self, layer: FUSED_MOE_UNQUANTIZED_CONFIG,
+        apply=lambda self, layer, *arguments, **named: state.apply(layer, *arguments, **named),
     )
-
-
-def _keep_sizes(
-    self: Any, hidden_size: int, intermediate_size_per_partition: int, *_: Any, **__: Any
-) -> tuple[int, int]:
-    """vLLM would round sizes up for a kernel of its own."""
-    return hidden_size, intermediate_size_per_partition
-
-
-def _process_weights_after_loading(self: Any, layer: Any) -> None:
-    """vLLM would repack weights for a kernel of its own; we take them as they were loaded."""
-    self.moe_quant_config = FUSED_MOE_UNQUANTIZED_CONFIG
-    self.moe_kernel = getattr(self, ATTRIBUTE).load(layer)
-
-
-def _quant_config(self: Any, layer: Any) -> Any:
-    """Our prepare/finalize and experts know the format from their scheme."""
-    return FUSED_MOE_UNQUANTIZED_CONFIG
-
-
-def _apply(self: Any, layer: Any, *arguments: Any, **named: Any) -> torch.Tensor:
-    """The call of vLLM's runner: x, topk_weights, topk_ids, shared_experts and its input."""
-    result: torch.Tensor = getattr(self, ATTRIBUTE).apply(layer, *arguments, **named)
-    return result

@@ -39,10 +39,9 @@ class RoundOptions:
 
     Args:
         layout: of the batch. scheme: of the payload. layer: compared between ranks.
-        share: which of the engine's rows this rank sends.
-        input_scale: [1] float32, a static scale of the tokens.
-        sized: the batch is allocated for the tokens of the step, and not for the most of any step. vLLM's own batched
-            experts need the latter; equal on all ranks.
+        share: which of the engine's rows this rank sends. input_scale: [1] float32, static, of the tokens.
+        sized: the batch is allocated for the tokens of the step, and not for the most of any step, which vLLM's own
+            batched experts need; equal on all ranks.
     """
 
     layout: Layout
@@ -98,7 +97,7 @@ class EpMoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         return True
 
     def begin(self, *, dispatch: bool = True, combine: bool = True) -> None:
-        """Forget the previous round of the caller's slot, before a call of the kernel. Local.
+        """Forget the slot's previous round. Local.
 
         Args: dispatch, combine: whether anything runs between send and receive; if not, both are one launch.
         """
@@ -108,9 +107,7 @@ class EpMoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         self._halves[slot] = dispatch, combine
 
     def fail(self, num_rows: int, num_topk: int) -> None:
-        """End the round of the caller's slot after a failure on this rank; the other ranks get NaN for its part.
-
-        A round that an earlier failure left open is ended first.
+        """End the slot's round, and one that was left open, after a failure here: other ranks get NaN for its part.
 
         Args: num_rows, num_topk: T and K, if the round has not begun. Collective.
         """
@@ -147,8 +144,7 @@ class EpMoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
             a1: [T, H] in the transport's dtype. topk_ids: [T, K] physical, -1 none. topk_weights: [T, K].
             apply_router_weight_on_input: multiply rows by their weight before they are sent; K must be 1.
             num_experts, expert_map: not read; the transport has its placement.
-            quant_config, defer_input_quant: rows that are to be quantized here, by `quant_dtype`, need a scheme that
-                quantizes; with such a scheme `defer_input_quant` is an error. Their other fields are not read.
+            quant_config, defer_input_quant: a `quant_dtype` needs a scheme that quantizes, which excludes the latter.
         Returns: a hook that does nothing, and the receiver of the batch.
         Errors: those of `Transport.dispatch_send`, on all ranks. Collective.
         """

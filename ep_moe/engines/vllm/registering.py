@@ -9,7 +9,7 @@ import vllm
 from vllm.model_executor.custom_op import op_registry_oot
 
 from ep_moe.engines.common.plugin import Plugin
-from ep_moe.engines.vllm.hooks import HOOKS, TESTED
+from ep_moe.engines.vllm.hooks import NEEDS
 from ep_moe.environment import PluginConfig
 
 # modules of vLLM that define subclasses of RoutedExperts, each in some version: a class is replaced by its name
@@ -30,7 +30,7 @@ def register_classes(config: PluginConfig) -> None:
     """
     if any(hasattr(found, MARK) for found in op_registry_oot.values()):
         return
-    plugin = Plugin.create("vLLM", vllm.__version__, TESTED, HOOKS, config, _log)
+    plugin = Plugin.create(NEEDS, vllm.__version__, config, _log)
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
     for name in SUBCLASS_MODULES:

@@ -53,10 +53,8 @@ def generate(
     rank is lost, before any of its NaN becomes a token. Collective.
     """
     decoder = decoder_of(model, decode_graphs)
-    step = on_step or (lambda count: None)
-    if decoder is None:
-        return by_transformers(model, prompts, attention_mask, options, step)
-    return decoder.generate(model, prompts, attention_mask, options, step)
+    run = by_transformers if decoder is None else decoder.generate
+    return run(model, prompts, attention_mask, options, on_step or (lambda count: None))
 
 
 def decoder_of(model: Model, decode_graphs: bool | None) -> Decoder | None:

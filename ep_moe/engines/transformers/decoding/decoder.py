@@ -70,13 +70,12 @@ def decode_transport(session: Session) -> Any:
 class Decoder:
     """Generates with one model, on all ranks in step: `start` sequences in rows, then `decode` passes of all rows.
 
-    It has its own transport for the decode passes, sized for the largest bucket of any rank: the model's transport is
-    sized for prompts, and the memory of a batch, and so of a graph, grows with M.
+    Its transport is sized for the largest bucket of any rank: the memory of a batch, and so of a graph, grows with M.
 
     Args:
         model: of `from_pretrained` or `shard_experts`; no reference to it is kept.
-        graphs: capture the passes; else they run eagerly, the same operations in the same order. May be set between
-            generations, to the same on all ranks.
+        graphs: capture the passes; else the same operations run eagerly. May be set between generations, to the same
+            on all ranks.
     Errors: ValueError for a model whose cache has no fixed shape. Local.
     """
 
