@@ -40,8 +40,6 @@ ALONE = {
 MOST_PARAMETERS, MOST_KERNEL_PARAMETERS = 10, 30
 OF_OTHERS = {  # signatures that other libraries own
     "functional": {
-        "trtllm_fp4_block_scale_moe",
-        "b12x_fused_moe",
         "invoke_moe_batched_triton_kernel",
         "_BatchedExperts.apply",
         "FusedMoE.__init__",

@@ -4,7 +4,7 @@ Letters: E experts, N and C rows and columns of a weight, n and k those of a blo
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,6 +50,14 @@ class GivenWeight(NamedTuple):
     zero: torch.Tensor | None
     static_name: str
     static: torch.Tensor | None  # scale of the rows that it multiplies
+
+    @classmethod
+    def of(cls, call: Any, name: str, static_name: str = "", static: torch.Tensor | None = None) -> "GivenWeight":
+        """The weight in a call's fields `name`, `name`_scale and `name`_zp. Local."""
+        scale, zero = f"{name}_scale", f"{name}_zp"
+        return cls(
+            name, getattr(call, name), scale, getattr(call, scale), zero, getattr(call, zero), static_name, static
+        )
 
     def argument(self, part: str) -> str:
         """The name of the argument that is the scale, the zero point or the static scale."""

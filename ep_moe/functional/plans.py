@@ -25,19 +25,7 @@ if TYPE_CHECKING:
     from ep_moe.local_moe.joined import JoinedCall
 
 _MOST_KEPT = 8192  # of one thread
-_LIES = operator.attrgetter("shape", "dtype")  # the address identifies the device
 _VERSION = operator.attrgetter("_version")
-
-
-def identities(tensors: Sequence[torch.Tensor | None]) -> tuple[object, ...]:
-    """Ids, addresses, shapes, dtypes and strides of tensors, for a key. Local.
-
-    An id identifies a tensor as long as the plan ends with it (`keep`). A tensor that got other memory, or another view
-    of its memory (`tensor.data = ...`), has another address or other strides.
-    """
-    present = [tensor for tensor in tensors if tensor is not None]
-    places = *map(torch.Tensor.data_ptr, present), *map(_LIES, present), *map(torch.Tensor.stride, present)
-    return (*map(id, tensors), *places)
 
 
 @functools.lru_cache(maxsize=64)

@@ -108,8 +108,7 @@ IGNORED: tuple[tuple[str, str], ...] = (  # parameters and fields that nothing r
         "read by place, or by a name",
     ),
     (
-        "trtllm_fp4_block_scale_moe.enable_pdl trtllm_fp4_block_scale_moe.tune_max_num_tokens"
-        " get_default_config.is_marlin",
+        "Fp4Call.enable_pdl Fp4Call.tune_max_num_tokens get_default_config.is_marlin",
         "which kernels of theirs compute, and where these store",
     ),
     ("ExpertsCall.filter_expert", "ids of no expert always add nothing"),

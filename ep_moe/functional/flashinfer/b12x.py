@@ -10,7 +10,7 @@ import torch
 
 from ep_moe.config import ActivationConfig, ActivationKind
 from ep_moe.experts import Experts
-from ep_moe.functional.call import Operation, Weight, Written
+from ep_moe.functional.call import Operation, Weight, Written, with_arguments
 from ep_moe.functional.common import check_like, experts_for, mapped_ids, served_scheme
 from ep_moe.functional.flashinfer.formats import MXFP4, NVFP4, stored_weight
 from ep_moe.functional.plans import RoutedPlan, writes
@@ -39,11 +39,20 @@ _IDS = (torch.int32, torch.int64)
 _WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class B12xCall(NamedTuple):
-    """The arguments of `b12x_fused_moe` that have a meaning here, in its order.
+@functools.lru_cache(maxsize=64)
+def _mode_of(quant_mode: str | None, activation_precision: str) -> str:
+    """Which of `_SCHEMES`: "nvfp4", "mxfp4" or "w4a16"."""
+    if activation_precision not in _PRECISIONS:
+        raise ValueError(f"activation_precision ({activation_precision!r}) is not one of {', '.join(_PRECISIONS)}")
+    if quant_mode is None:
+        return _PRECISIONS[activation_precision]
+    if quant_mode not in _MODES:
+        raise ValueError(f"quant_mode ({quant_mode!r}) is not one of {', '.join(_MODES)}")
+    return _MODES[quant_mode]
 
-    `quant_mode` is "nvfp4", "mxfp4" or "w4a16"; only "nvfp4" has input scales.
-    """
+
+class B12xCall(NamedTuple):
+    """The parameters of `b12x_fused_moe`, in their order."""
 
     x: torch.Tensor
     w1_weight: Weight
@@ -56,22 +65,34 @@ class B12xCall(NamedTuple):
     top_k: int
     w1_alpha: Weight
     w2_alpha: Weight
-    fc2_input_scale: Weight | None
-    input_global_scale: Weight | None
-    num_local_experts: int
-    expert_map: torch.Tensor | None
-    output: Written | None
-    activation: str
-    swiglu_alpha: float
-    swiglu_beta: float
-    swiglu_limit: float | None
-    quant_mode: str
-    source_format: str
+    fc2_input_scale: Weight | None = None
+    input_global_scale: Weight | None = None
+    num_local_experts: int | None = None
+    expert_map: torch.Tensor | None = None
+    output: Written | None = None
+    output_dtype: torch.dtype = torch.bfloat16
+    activation: str = "silu"
+    swiglu_alpha: float = 1.702
+    swiglu_beta: float = 1.0
+    swiglu_limit: float | None = None
+    activation_precision: str = "fp4"
+    quant_mode: str | None = None
+    source_format: str = "modelopt"
+
+    @property
+    def mode(self) -> str:
+        """How weights and tokens are stored; only "nvfp4" has input scales."""
+        return _mode_of(self.quant_mode, self.activation_precision)
+
+    @property
+    def num_local(self) -> int:
+        """L."""
+        return self.num_experts if self.num_local_experts is None else self.num_local_experts
 
     @property
     def written(self) -> tuple[int, ...] | None:
-        """How often those have been written that are multiplied by input scales, so that products may miss writes."""
-        if self.quant_mode != "nvfp4":
+        """`writes` of those that are multiplied by input scales, whose products may miss writes."""
+        if _mode_of(self.quant_mode, self.activation_precision) != "nvfp4":
             return ()
         return writes((self.w1_alpha, self.w2_alpha, self.fc2_input_scale, self.input_global_scale))
 
@@ -82,33 +103,11 @@ class B12xCall(NamedTuple):
         return ids if self.expert_map is None else mapped_ids(ids, self.expert_map)
 
 
-def b12x_fused_moe(
-    x: torch.Tensor,
-    w1_weight: torch.Tensor,
-    w1_weight_sf: torch.Tensor,
-    w2_weight: torch.Tensor,
-    w2_weight_sf: torch.Tensor,
-    token_selected_experts: torch.Tensor,
-    token_final_scales: torch.Tensor,
-    num_experts: int,
-    top_k: int,
-    *,
-    w1_alpha: torch.Tensor,
-    w2_alpha: torch.Tensor,
-    fc2_input_scale: torch.Tensor | None = None,
-    input_global_scale: torch.Tensor | None = None,
-    num_local_experts: int | None = None,
-    expert_map: torch.Tensor | None = None,
-    output: torch.Tensor | None = None,
-    output_dtype: torch.dtype = torch.bfloat16,
-    activation: str = "silu",
-    swiglu_alpha: float = 1.702,
-    swiglu_beta: float = 1.0,
-    swiglu_limit: float | None = None,
-    activation_precision: str = "fp4",
-    quant_mode: str | None = None,
-    source_format: str = "modelopt",
-) -> torch.Tensor:
+_BY_NAME = B12xCall._fields.index("w1_alpha")
+
+
+@with_arguments(B12xCall, " ".join([*B12xCall._fields[:_BY_NAME], "*", *B12xCall._fields[_BY_NAME:]]))
+def b12x_fused_moe(call: Any) -> torch.Tensor:
     """Compute FP4 experts [0, num_local_experts) of routed tokens, and sum their weighted outputs.
 
     Args:
@@ -133,27 +132,9 @@ def b12x_fused_moe(
     Local, on the current stream. With experts that are kernels no host sync, and safe in CUDA graphs after a call of
     the same kind; an operator under torch.compile.
     """
-    if output_dtype != torch.bfloat16:
-        raise ValueError(f"output_dtype ({output_dtype}) is not torch.bfloat16")
-    mode = _mode_of(quant_mode, activation_precision)
-    weights = w1_weight, w1_weight_sf, w2_weight, w2_weight_sf
-    routed = token_selected_experts, token_final_scales, num_experts, top_k
-    input_scales = (fc2_input_scale, input_global_scale) if mode == "nvfp4" else (None, None)
-    num_local = num_experts if num_local_experts is None else num_local_experts
-    numbers = activation, swiglu_alpha, swiglu_beta, swiglu_limit, mode, source_format
-    alphas = w1_alpha, w2_alpha
-    fields = x, *weights, *routed, *alphas, *input_scales, num_local, expert_map, output, *numbers
-    return _OPERATION(B12xCall._make(fields))  # in less time than by their names
-
-
-def _mode_of(quant_mode: str | None, activation_precision: str) -> str:
-    if activation_precision not in _PRECISIONS:
-        raise ValueError(f"activation_precision ({activation_precision!r}) is not one of {', '.join(_PRECISIONS)}")
-    if quant_mode is None:
-        return _PRECISIONS[activation_precision]
-    if quant_mode not in _MODES:
-        raise ValueError(f"quant_mode ({quant_mode!r}) is not one of {', '.join(_MODES)}")
-    return _MODES[quant_mode]
+    if call.output_dtype != torch.bfloat16:
+        raise ValueError(f"output_dtype ({call.output_dtype}) is not torch.bfloat16")
+    return _OPERATION(call)
 
 
 def _matrix(call: B12xCall, name: str, shape: tuple[int, ...]) -> StoredMatrix:
@@ -161,11 +142,11 @@ def _matrix(call: B12xCall, name: str, shape: tuple[int, ...]) -> StoredMatrix:
     if tuple(values.shape) != shape:
         raise ValueError(f"{name} is {tuple(values.shape)}; {shape} needed")
     kind, matrix = stored_weight(values, scale, name, f"{name}_sf")
-    needed, group = (MXFP4, 32) if call.quant_mode == "mxfp4" else (NVFP4, 16)
+    needed, group = (MXFP4, 32) if call.mode == "mxfp4" else (NVFP4, 16)
     if kind != needed:
         raise ValueError(
             f"{name}_sf is {tuple(scale.shape)}, scales of {kind}; one for {group} columns needed in quant_mode "
-            f"'{call.quant_mode}'"
+            f"'{call.mode}'"
         )
     return matrix
 
@@ -185,46 +166,38 @@ def _activation_of(name: str, alpha: float, beta: float, limit: float | None) ->
 
 def _global_scale(call: B12xCall, name: str) -> torch.Tensor:
     """An input scale, [1] or [L]."""
-    scale, num_local = getattr(call, name), call.num_local_experts
+    scale, num_local = getattr(call, name), call.num_local
     if scale is None or scale.dtype != torch.float32 or scale.numel() not in (1, num_local):
         given = "missing" if scale is None else f"{tuple(scale.shape)} {scale.dtype}"
         raise ValueError(f"{name} is {given}; 1 or {num_local} float32 needed in quant_mode 'nvfp4'")
     return scale.reshape(-1)
 
 
-def _compute(call: B12xCall) -> torch.Tensor:
+def _launch(plan: RoutedPlan, call: B12xCall) -> torch.Tensor | None:
+    return plan(call.x, call.ids, call.token_final_scales, call.output)
+
+
+def _first(call: B12xCall) -> tuple[torch.Tensor, RoutedPlan | None]:
     """The weighted sum, in `output` if there is one. Errors: ValueError. Local."""
-    written = call.written
-    key = plan = None
-    if call.input_global_scale is None:  # else tokens are quantized before
-        key, plan = _OPERATION.find(call, written=written)
-    if plan is not None:
-        found: torch.Tensor | None = plan(call.x, call.ids, call.token_final_scales, call.output)
-        if found is not None:
-            return found
-    x, routing, weights, experts = _prepare(call, written)
-    options: dict[str, Any] = {"num_local_experts": call.num_local_experts, "num_experts": call.num_experts}
+    x, routing, weights, experts = _prepare(call)
+    options: dict[str, Any] = {"num_local_experts": call.num_local, "num_experts": call.num_experts}
     options |= {"dtype": torch.bfloat16, "out": call.output}
     result = local_moe(x, routing, weights, experts, **options)
-    if key is not None and isinstance(x, torch.Tensor):
-        plan = RoutedPlan.of(x, routing, weights, experts, **options)
-        if plan is not None:
-            _OPERATION.keep(key, plan, call, written=written)
-    return result
+    if isinstance(x, Quantized):  # values that were divided by an input scale
+        return result, None
+    return result, RoutedPlan.of(x, routing, weights, experts, **options)
 
 
-def _prepare(
-    call: B12xCall, written: tuple[int, ...] | None
-) -> tuple[torch.Tensor | Quantized, Routing, ExpertWeights, Experts]:
+def _prepare(call: B12xCall) -> tuple[torch.Tensor | Quantized, Routing, ExpertWeights, Experts]:
     """Check everything; the arguments of `local_moe`."""
-    num_local, (num_tokens, hidden) = call.num_local_experts, call.x.shape
+    num_local, (num_tokens, hidden) = call.num_local, call.x.shape
     if not 1 <= num_local <= call.num_experts:
         raise ValueError(f"num_local_experts ({num_local}) is not in [1, num_experts ({call.num_experts})]")
     activation = _activation_of(call.activation, call.swiglu_alpha, call.swiglu_beta, call.swiglu_limit)
-    names = _SCHEMES.get((call.quant_mode, call.source_format))
+    names = _SCHEMES.get((call.mode, call.source_format))
     if names is None:
         known = "; ".join(f"{mode} with {source}" for mode, source in _SCHEMES)
-        raise ValueError(f"source_format ({call.source_format!r}) in quant_mode '{call.quant_mode}' is none of {known}")
+        raise ValueError(f"source_format ({call.source_format!r}) in quant_mode '{call.mode}' is none of {known}")
     check_like(call.x, "x", (num_tokens, hidden), (torch.bfloat16,))
     if call.output is not None:
         check_like(call.output, "output", (num_tokens, hidden), (torch.bfloat16,))
@@ -236,13 +209,13 @@ def _prepare(
     experts = experts_for(activation, scheme, call.x.device)
     routing = Routing(topk_ids=call.ids, topk_weights=call.token_final_scales.float())
     make = functools.partial(_weights, call, activation.kind.gated, scheme)
-    weights = _OPERATION.made(call, make, num_local, hidden, activation.kind, scheme.name, written=written)
+    weights = _OPERATION.made(call, make, num_local, hidden, activation.kind, scheme.name)
     return _tokens(call, scheme, routing.topk_ids), routing, weights, experts
 
 
 def _tokens(call: B12xCall, scheme: QuantScheme, ids: torch.Tensor) -> torch.Tensor | Quantized:
     """Tokens as `local_moe` takes them: a row for each expert of a token if experts have scales of their own."""
-    if call.input_global_scale is None or not scheme.payload.quantized:
+    if call.input_global_scale is None or not scheme.payload.quantized:  # which only "nvfp4" has
         return call.x
     x, scale = call.x.float(), _global_scale(call, "input_global_scale")
     if scale.numel() > 1:
@@ -253,7 +226,7 @@ def _tokens(call: B12xCall, scheme: QuantScheme, ids: torch.Tensor) -> torch.Ten
 
 def _weights(call: B12xCall, gated: bool, scheme: QuantScheme) -> ExpertWeights:
     """The weights of a call, checked."""
-    num_local, hidden = call.num_local_experts, call.x.shape[1]
+    num_local, hidden = call.num_local, call.x.shape[1]
     intermediate = 2 * call.w2_weight.shape[-1]
     width = intermediate * (2 if gated else 1)
     w1 = _matrix(call, "w1_weight", (num_local, width, hidden // 2))
@@ -261,10 +234,10 @@ def _weights(call: B12xCall, gated: bool, scheme: QuantScheme) -> ExpertWeights:
     for name in ("w1_alpha", "w2_alpha"):
         check_like(getattr(call, name), name, (num_local,), (torch.float32,))
     first, second = call.w1_alpha.detach(), call.w2_alpha.detach()
-    if call.quant_mode == "mxfp4":  # which has no global scales
+    if call.mode == "mxfp4":  # which has no global scales
         own = PerExpert(w13_output_scale=first, w13_gate_output_scale=first if gated else None, w2_output_scale=second)
         return ExpertWeights(w13=w1, w2=w2, scheme=scheme, per_expert=own, up_first=gated)
-    if call.quant_mode == "nvfp4":
+    if call.mode == "nvfp4":
         second = second * _global_scale(call, "fc2_input_scale")
         if call.input_global_scale is not None and scheme.payload.quantized:
             first = first * _global_scale(call, "input_global_scale")
@@ -280,4 +253,4 @@ def _new_output(call: B12xCall) -> torch.Tensor:
     return torch.empty_like(call.x, memory_format=torch.contiguous_format)
 
 
-_OPERATION = Operation("b12x_fused_moe", B12xCall, _compute, result="output", new=_new_output)
+_OPERATION = Operation("b12x_fused_moe", B12xCall, _first, launch=_launch, result="output", new=_new_output)

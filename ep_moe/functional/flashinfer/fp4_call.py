@@ -5,7 +5,7 @@ every token has.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,7 +38,7 @@ _VALID = 128  # valid sizes are rounded up to a multiple of this, as FlashInfer 
 
 
 class Fp4Call(NamedTuple):
-    """The arguments of `trtllm_fp4_block_scale_moe` that have a meaning here, in its order."""
+    """The parameters of `trtllm_fp4_block_scale_moe`, in their order."""
 
     routing_logits: torch.Tensor
     routing_bias: torch.Tensor | None
@@ -64,15 +64,19 @@ class Fp4Call(NamedTuple):
     local_expert_offset: int
     local_num_experts: int
     routed_scaling_factor: float | None
-    routing_method_type: int
-    activation_type: int
-    per_token_scale: torch.Tensor | None
-    output: Written | None
-    norm_topk_prob: bool
-    routing_replay_out: Written | None
-    num_fused_shared_experts: int | None
-    valid_hidden_size: int | None
-    valid_intermediate_size: int | None
+    routing_method_type: int = 0
+    do_finalize: bool = True
+    enable_pdl: bool | None = None
+    activation_type: int = 3
+    per_token_scale: torch.Tensor | None = None
+    output: Written | None = None
+    tune_max_num_tokens: int = 8192
+    norm_topk_prob: bool = True
+    routing_replay_out: Written | None = None
+    num_fused_shared_experts: int | None = None
+    valid_hidden_size: int | None = None
+    valid_intermediate_size: int | None = None
+    hidden_states_scale_layout: int | None = None
 
     @property
     def hidden(self) -> int:
@@ -82,16 +86,14 @@ class Fp4Call(NamedTuple):
     @property
     def computed(self) -> tuple[int, int]:
         """H and I without padding."""
-        return _unpadded(self.hidden, self.valid_hidden_size), _unpadded(
-            self.intermediate_size, self.valid_intermediate_size
-        )
+        inner = _unpadded(self.intermediate_size, self.valid_intermediate_size)
+        return _unpadded(self.hidden, self.valid_hidden_size), inner
 
     @property
     def cut(self) -> bool:
         """Whether that leaves out columns or rows."""
-        if self.valid_hidden_size is None and self.valid_intermediate_size is None:
-            return False
-        return self.computed != (self.hidden, self.intermediate_size)
+        valid = self.valid_hidden_size is not None or self.valid_intermediate_size is not None
+        return valid and self.computed != (self.hidden, self.intermediate_size)
 
     @property
     def width(self) -> int:
@@ -109,7 +111,7 @@ class Fp4Call(NamedTuple):
         return self.num_experts + self.num_shared
 
     @property
-    def num_held(self) -> int:
+    def num_local(self) -> int:
         """L + S."""
         return self.local_num_experts + self.num_shared
 
@@ -128,25 +130,19 @@ class Fp4Call(NamedTuple):
     @property
     def local(self) -> slice:
         """The local experts among all, and shared ones."""
-        return slice(self.local_expert_offset, self.local_expert_offset + self.num_held)
-
-    @property
-    def has_copies(self) -> bool:
-        """Whether the weights have tensors that are computed, which would miss later writes to the caller's."""
-        if self.gemm2_bias is not None and self.output2_scale_scalar is not None:
-            return True
-        if self.output1_scale_scalar is not None or self.output1_scale_gate_scalar is not None:
-            plain = self.gemm1_bias is None and self.gemm1_beta is None and self.gemm1_clamp_limit is None
-            return not plain or self.scales_both or self.cut
-        return self.cut
+        return slice(self.local_expert_offset, self.local_expert_offset + self.num_local)
 
     @property
     def written(self) -> tuple[int, ...] | None:
-        """How often the tensors have been written of which the weights have copies, as of `writes`."""
-        return writes(self[_WEIGHTS]) if self.has_copies else ()  # type: ignore[arg-type]
+        """`writes` of the tensors of which the weights have products or parts, () if these are all views."""
+        copied = self.cut or (self.gemm2_bias is not None and self.output2_scale_scalar is not None)
+        if not copied and (self.output1_scale_scalar is not None or self.output1_scale_gate_scalar is not None):
+            plain = self.gemm1_bias is None and self.gemm1_beta is None and self.gemm1_clamp_limit is None
+            copied = not plain or self.scales_both
+        return writes(self[_WEIGHTS]) if copied else ()  # type: ignore[arg-type]
 
-    def check_sizes(self) -> None:
-        """Raise ValueError unless the local experts are some of all, and valid sizes are within the padded ones."""
+    def check(self) -> None:
+        """Raise ValueError for sizes, local experts and numbers of the activation that do not belong together."""
         for name, padded in (("valid_hidden_size", self.hidden), ("valid_intermediate_size", self.intermediate_size)):
             valid = getattr(self, name)
             if valid is not None and not 1 <= valid <= padded:
@@ -163,8 +159,6 @@ class Fp4Call(NamedTuple):
                 f"are not in [0, num_experts ({self.num_experts}))"
             )
 
-    def check_activation(self) -> None:
-        """Raise ValueError for numbers that do not belong to the activation."""
         for number, name in _NUMBERS.items():
             if getattr(self, name) is not None and number not in self.activation.kind.numbers:
                 raise ValueError(f"{name} is given, it does not belong to activation_type {self.activation_type}")
@@ -188,11 +182,12 @@ def _activation_of(number: int, plain: bool) -> ActivationConfig:
     return ActivationConfig(kind=kind, **_DEFAULTS.get(kind, {}))
 
 
-@functools.lru_cache(maxsize=64)
-def _routing_of(
-    method: int, top_k: int, n_group: int | None, topk_group: int | None, factor: float | None, norm: bool
-) -> RoutingConfig:
-    """The routing of these arguments. Errors: ValueError for what the method does not take."""
+def routing_config(call: Fp4Call) -> RoutingConfig:
+    """The routing of a call. Errors: ValueError for shapes, and for what the method does not take. Local."""
+    check_like(call.routing_logits, "routing_logits", (call.hidden_states.shape[0], call.num_experts), _LOGITS)
+    if call.routing_bias is not None:
+        check_like(call.routing_bias, "routing_bias", (call.num_experts,), _LOGITS)
+    method, factor, norm = call.routing_method_type, call.routed_scaling_factor, call.norm_topk_prob
     if method not in RoutingMethod._value2member_map_:
         raise ValueError(f"routing_method_type ({method}) is not one of 0 to {max(RoutingMethod)}")
     if factor not in (None, 1.0) and method not in _SCALED_METHODS:
@@ -205,26 +200,11 @@ def _routing_of(
     normalizes = chosen.value in (1, 2, 4, 6, 7)
     return RoutingConfig(
         method=chosen,
-        num_topk=top_k,
-        num_group=n_group or 1,
-        topk_group=topk_group or 1,
+        num_topk=call.top_k,
+        num_group=call.n_group or 1,
+        topk_group=call.topk_group or 1,
         routed_scaling_factor=1.0 if factor is None else float(factor),
         norm_topk_prob=norm or not normalizes,
-    )
-
-
-def routing_config(call: Fp4Call) -> RoutingConfig:
-    """The routing of a call, checked."""
-    check_like(call.routing_logits, "routing_logits", (call.hidden_states.shape[0], call.num_experts), _LOGITS)
-    if call.routing_bias is not None:
-        check_like(call.routing_bias, "routing_bias", (call.num_experts,), _LOGITS)
-    return _routing_of(
-        call.routing_method_type,
-        call.top_k,
-        call.n_group,
-        call.topk_group,
-        call.routed_scaling_factor,
-        call.norm_topk_prob,
     )
 
 
@@ -236,30 +216,22 @@ def _own(call: Fp4Call, name: str, *shape: int) -> torch.Tensor | None:
     given = given.detach()  # unlike other views, it does not keep the caller's tensor alive
     if given.shape[:1] == (call.num_total,):
         given = given[call.local]
-    check_like(given, name, (call.num_held, *shape), _FLOAT)
+    check_like(given, name, (call.num_local, *shape), _FLOAT)
     return given
 
 
 def _matrix(call: Fp4Call, name: str, rows: int, columns: int) -> tuple[str, StoredMatrix]:
     """A weight of the local experts, sliced if it is of all experts, and its format."""
     values, scale = getattr(call, name), getattr(call, f"{name}_scale")
-    if call.num_total != call.num_held and values.shape[:1] == (call.num_total,):
+    if call.num_total != call.num_local and values.shape[:1] == (call.num_total,):
         values, scale = values[call.local], scale[call.local]
-    needed = (call.num_held, rows, columns // 2)
+    needed = (call.num_local, rows, columns // 2)
     if tuple(values.shape) != needed or columns % 2:
         raise ValueError(
             f"{name} is {tuple(values.shape)}; {needed} needed for intermediate_size ({call.intermediate_size}), "
-            f"activation_type ({call.activation_type}) and local_num_experts ({call.num_held})"
+            f"activation_type ({call.activation_type}) and local_num_experts ({call.num_local})"
         )
     return stored_weight(values, scale, name, f"{name}_scale")
-
-
-class _Numbers(NamedTuple):
-    """The numbers of each expert, and the biases, in the units in which the experts add and multiply them."""
-
-    per_expert: PerExpert
-    w13_bias: torch.Tensor | None
-    w2_bias: torch.Tensor | None
 
 
 def _cut(tensor: torch.Tensor, halves: int, rows: int, columns: int) -> torch.Tensor:
@@ -277,43 +249,37 @@ def _cut_matrix(matrix: StoredMatrix, halves: int, rows: int, columns: int, whol
     return StoredMatrix(values, scale=scale)
 
 
-def _numbers(call: Fp4Call, gated: bool) -> _Numbers:
-    """Turn FlashInfer's numbers, which are in the units of unscaled sums, into ours, which are in those of results."""
+def _numbers(call: Fp4Call) -> dict[str, Any]:
+    """The biases and `PerExpert`: FlashInfer's numbers are in the units of unscaled sums, ours in those of results."""
     first, gate, second = (
-        _own(call, name) for name in ("output1_scale_scalar", "output1_scale_gate_scalar", "output2_scale_scalar")
+        _own(call, f"output{name}") for name in ("1_scale_scalar", "1_scale_gate_scalar", "2_scale_scalar")
     )
-    alpha, beta, limit = (_own(call, name) for name in ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit"))
-    halves, (hidden, inner) = 2 if gated else 1, call.computed
-    bias1, bias2 = _own(call, "gemm1_bias", halves * call.intermediate_size), _own(call, "gemm2_bias", _rows(call))
+    alpha, beta, limit = (_own(call, name) for name in _NUMBERS.values())
+    gated, both, (hidden, inner) = call.activation.kind.gated, call.scales_both, call.computed
+    bias1 = _own(call, "gemm1_bias", (1 + gated) * call.intermediate_size)
+    bias2 = _own(call, "gemm2_bias", _rows(call))
     if bias1 is not None:
-        bias1 = _cut(bias1.unsqueeze(2), halves, inner, 1).squeeze(2)
+        bias1 = _cut(bias1.unsqueeze(2), 1 + gated, inner, 1).squeeze(2)
     if bias2 is not None:
-        bias2 = bias2[:, :hidden]
-    if bias2 is not None and second is not None:
-        bias2 = bias2 * second[:, None]
-    both = call.scales_both
-    if not both and bias1 is None and beta is None and limit is None:
-        own = PerExpert(alpha=alpha, w13_output_scale=first, w13_gate_output_scale=gate, w2_output_scale=second)
-        return _Numbers(own, None, bias2)
-    # a factor behind the activation may as well stand behind FC2, so that one factor is left for both halves of FC1
-    behind = first
-    if gate is not None:
-        behind = behind if both else 1 / gate if behind is None else behind / gate
-        bias1 = None if bias1 is None else bias1 * gate[:, None]
-        beta = beta if beta is None or both else beta * gate
-        if limit is not None and call.activation.kind is not ActivationKind.SWIGLU_STEP:  # that clamps silu of the gate
-            limit = limit * gate
-    if behind is not None:
-        second = behind if second is None else second * behind
-    own = PerExpert(
-        alpha=alpha,
-        beta=beta,
-        limit=limit,
-        w13_output_scale=gate,
-        w13_gate_output_scale=gate if gated else None,
-        w2_output_scale=second,
-    )
-    return _Numbers(own, bias1, bias2)
+        bias2 = bias2[:, :hidden] if second is None else bias2[:, :hidden] * second[:, None]
+    scales = {"w13_output_scale": first, "w13_gate_output_scale": gate, "w2_output_scale": second}
+    if both or bias1 is not None or beta is not None or limit is not None:
+        # a factor behind the activation may as well stand behind FC2, so that one is left for both halves of FC1
+        behind = first
+        if gate is not None:
+            behind = behind if both else 1 / gate if behind is None else behind / gate
+            bias1 = None if bias1 is None else bias1 * gate[:, None]
+            beta = beta if beta is None or both else beta * gate
+            if limit is not None and call.activation.kind is not ActivationKind.SWIGLU_STEP:  # clamps silu of the gate
+                limit = limit * gate
+        if behind is not None:
+            second = behind if second is None else second * behind
+        scales = {"w13_output_scale": gate, "w13_gate_output_scale": gate if gated else None, "w2_output_scale": second}
+    return {
+        "w13_bias": bias1,
+        "w2_bias": bias2,
+        "per_expert": PerExpert(alpha=alpha, beta=beta, limit=limit, **scales),
+    }
 
 
 def _rows(call: Fp4Call) -> int:
@@ -344,15 +310,6 @@ def weights_of(call: Fp4Call, scheme: QuantScheme) -> ExpertWeights:
     w13 = _cut_matrix(w13, 1 + gated, inner, hidden, call.hidden)
     w2 = _cut_matrix(w2, 1, hidden, inner, call.intermediate_size)
     if kind == NVFP4:
-        ones = torch.ones(call.num_held, dtype=torch.float32, device=w13.values.device)
+        ones = torch.ones(call.num_local, dtype=torch.float32, device=w13.values.device)
         w13, w2 = (StoredMatrix(part.values, scale=part.scale, global_scale=ones) for part in (w13, w2))
-    numbers = _numbers(call, gated)
-    return ExpertWeights(
-        w13=w13,
-        w2=w2,
-        scheme=scheme,
-        w13_bias=numbers.w13_bias,
-        w2_bias=numbers.w2_bias,
-        per_expert=numbers.per_expert,
-        up_first=gated,
-    )
+    return ExpertWeights(w13=w13, w2=w2, scheme=scheme, up_first=gated, **_numbers(call))

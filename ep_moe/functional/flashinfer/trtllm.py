@@ -11,7 +11,7 @@ import torch
 
 from ep_moe.config import RoutingConfig
 from ep_moe.experts import Experts
-from ep_moe.functional.call import Operation
+from ep_moe.functional.call import Operation, with_arguments
 from ep_moe.functional.common import check_like, experts_for
 from ep_moe.functional.flashinfer.formats import tokens_of
 from ep_moe.functional.flashinfer.fp4_call import Fp4Call, kind_of, routing_config, weights_of
@@ -26,45 +26,8 @@ _OUTPUT = (torch.bfloat16,)
 _LINEAR = 2  # FlashInfer's `SfLayout.layout_linear`
 
 
-def trtllm_fp4_block_scale_moe(
-    routing_logits: torch.Tensor,
-    routing_bias: torch.Tensor | None,
-    hidden_states: torch.Tensor,
-    hidden_states_scale: torch.Tensor | None,
-    gemm1_weights: torch.Tensor,
-    gemm1_weights_scale: torch.Tensor,
-    gemm1_bias: torch.Tensor | None,
-    gemm1_alpha: torch.Tensor | None,
-    gemm1_beta: torch.Tensor | None,
-    gemm1_clamp_limit: torch.Tensor | None,
-    gemm2_weights: torch.Tensor,
-    gemm2_weights_scale: torch.Tensor,
-    gemm2_bias: torch.Tensor | None,
-    output1_scale_scalar: torch.Tensor | None,
-    output1_scale_gate_scalar: torch.Tensor | None,
-    output2_scale_scalar: torch.Tensor | None,
-    num_experts: int,
-    top_k: int,
-    n_group: int | None,
-    topk_group: int | None,
-    intermediate_size: int,
-    local_expert_offset: int,
-    local_num_experts: int,
-    routed_scaling_factor: float | None,
-    routing_method_type: int = 0,
-    do_finalize: bool = True,
-    enable_pdl: bool | None = None,
-    activation_type: int = 3,
-    per_token_scale: torch.Tensor | None = None,
-    output: torch.Tensor | None = None,
-    tune_max_num_tokens: int = 8192,
-    norm_topk_prob: bool = True,
-    routing_replay_out: torch.Tensor | None = None,
-    num_fused_shared_experts: int | None = None,
-    valid_hidden_size: int | None = None,
-    valid_intermediate_size: int | None = None,
-    hidden_states_scale_layout: int | None = None,
-) -> list[torch.Tensor]:
+@with_arguments(Fp4Call)
+def trtllm_fp4_block_scale_moe(call: Fp4Call) -> list[torch.Tensor]:
     """Route tokens and compute the local experts among those that they choose, with FP4 weights.
 
     With x1 = output1_scale_gate_scalar * clamp(gate rows @ x + bias) and x0 = clamp(up rows @ x + bias), FC1 gives
@@ -97,28 +60,17 @@ def trtllm_fp4_block_scale_moe(
     Local, on the current stream. With experts that are kernels no host sync, and safe in CUDA graphs after a call of
     the same kind; an operator under torch.compile.
     """
-    del enable_pdl, tune_max_num_tokens
-    if hidden_states_scale_layout not in (None, _LINEAR):
+    if call.hidden_states_scale_layout not in (None, _LINEAR):
         raise ValueError(
-            f"hidden_states_scale_layout ({hidden_states_scale_layout}) is not {_LINEAR} (layout_linear) or None"
+            f"hidden_states_scale_layout ({call.hidden_states_scale_layout}) is not {_LINEAR} (layout_linear) or None"
         )
-    tokens = routing_logits, routing_bias, hidden_states, hidden_states_scale
-    first = gemm1_weights, gemm1_weights_scale, gemm1_bias, gemm1_alpha, gemm1_beta, gemm1_clamp_limit
-    second = gemm2_weights, gemm2_weights_scale, gemm2_bias
-    scalars = output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar
-    sizes = num_experts, top_k, n_group, topk_group, intermediate_size, local_expert_offset, local_num_experts
-    kinds = routed_scaling_factor, routing_method_type, activation_type
-    more = per_token_scale, output, norm_topk_prob, routing_replay_out
-    last = num_fused_shared_experts, valid_hidden_size, valid_intermediate_size
-    fields = *tokens, *first, *second, *scalars, *sizes, *kinds, *more, *last
-    call = Fp4Call._make(fields)  # in less time than by their names
-    if do_finalize:
+    if call.do_finalize:
         return [_FINALIZED(call)]
-    if output is not None:
+    if call.output is not None:
         raise ValueError("output is given, but do_finalize=False returns rows of its own")
     if call.computed[0] != call.hidden:
         raise ValueError(
-            f"valid_hidden_size ({valid_hidden_size}) is given, but do_finalize=False returns rows of all "
+            f"valid_hidden_size ({call.valid_hidden_size}) is given, but do_finalize=False returns rows of all "
             f"{call.hidden} columns"
         )
     return list(_ROWS(call))
@@ -131,21 +83,17 @@ class _Plan:
         launches: all of later calls, once a first one has returned; None if it was something else.
     """
 
-    def __init__(self, call: Fp4Call, written: tuple[int, ...] | None) -> None:
-        call.check_sizes()
+    def __init__(self, call: Fp4Call) -> None:
         self.kind = kind_of(call)  # of the weights
-        call.check_activation()
         x, scheme = self.tokens(call)
-        if call.output is not None:
-            check_like(call.output, "output", (call.hidden_states.shape[0], call.width), _OUTPUT)
         self.routing: RoutingConfig = routing_config(call)
-        make, sizes = functools.partial(weights_of, call, scheme), (call.num_total, call.num_held, *call.computed)
+        make, sizes = functools.partial(weights_of, call, scheme), (call.num_total, call.num_local, *call.computed)
         key = scheme.name, call.activation_type, call.local_expert_offset, *sizes
-        self.weights = _FINALIZED.made(call, make, *key, written=written)
+        self.weights = _FINALIZED.made(call, make, *key)
         self.experts: Experts = experts_for(call.activation, scheme, call.hidden_states.device)
         self.options: dict[str, Any] = {
             "local_expert_offset": call.local_expert_offset,
-            "num_local_experts": call.num_held,
+            "num_local_experts": call.num_local,
             "num_experts": call.num_total,
             "dtype": torch.bfloat16,
         }
@@ -185,10 +133,22 @@ class _Plan:
             routing = Routing(topk_ids=ids, topk_weights=weights)
         return x, routing
 
-    def launch(self, call: Fp4Call) -> torch.Tensor | None:
-        """The result by the launches of an earlier call; None if there are none."""
+    def compute(self, call: Fp4Call) -> Any:
+        """The result of a call, in `output` if there is one; what `do_finalize=False` returns without it."""
+        x, routing = self.routed(call)
+        given = x, routing, self.weights, self.experts
+        if not call.do_finalize:
+            rows = local_rows(*given, **self.options)
+            return rows.y, routing.topk_weights.bfloat16(), rows.token_to_row.reshape(-1)
+        result = local_moe(*given, **self.options, out=call.output)
         if self.launches is None:
-            return None
+            self.keep_launches(call, x, routing)
+        return result
+
+    def launch(self, call: Fp4Call) -> Any:
+        """The result of a later call, by the launches of an earlier one if there are any."""
+        if self.launches is None:
+            return self.compute(call)
         tensors = [call.hidden_states]
         if not self._views:
             x, _ = self.tokens(call)
@@ -199,7 +159,8 @@ class _Plan:
         tensors.append(call.routing_logits)
         if call.routing_bias is not None:
             tensors.append(call.routing_bias)
-        return self.launches(tensors, call.output)
+        found = self.launches(tensors, call.output)
+        return self.compute(call) if found is None else found
 
     def keep_launches(self, call: Fp4Call, x: torch.Tensor | Quantized, routing: Routing) -> None:
         """Find the launches of a call that has returned."""
@@ -213,41 +174,16 @@ class _Plan:
                 self.launches = joined
 
 
-def _plan_of(call: Fp4Call) -> _Plan:
-    """What is known of calls like this one; found and checked in the first."""
-    written = call.written
-    key, plan = _FINALIZED.find(call, written=written)
-    if plan is None:
-        plan = _Plan(call, written)
-        _FINALIZED.keep(key, plan, call, written=written)
-    found: _Plan = plan
-    return found
-
-
-def _finalized(call: Fp4Call) -> torch.Tensor:
-    """The result, in `output` if there is one."""
+def _first(call: Fp4Call) -> tuple[Any, _Plan | None]:
+    """The result of a call, checked. Errors: ValueError. Local."""
+    call.check()
+    if call.output is not None:
+        check_like(call.output, "output", (call.hidden_states.shape[0], call.width), _OUTPUT)
     if call.valid_hidden_size is not None and call.valid_hidden_size != call.computed[0]:
-        call.check_sizes()
-        if call.output is not None:
-            check_like(call.output, "output", (call.hidden_states.shape[0], call.width), _OUTPUT)
-        whole = _finalized(call._replace(output=None, valid_hidden_size=call.computed[0]))[:, : call.width]
-        return whole.contiguous() if call.output is None else call.output.copy_(whole)
-    plan = _plan_of(call)
-    result = plan.launch(call)
-    if result is None:
-        x, routing = plan.routed(call)
-        result = local_moe(x, routing, plan.weights, plan.experts, **plan.options, out=call.output)
-        if plan.launches is None:
-            plan.keep_launches(call, x, routing)
-    return result
-
-
-def _rows(call: Fp4Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `do_finalize=False` returns."""
-    plan = _plan_of(call)
-    x, routing = plan.routed(call)
-    rows = local_rows(x, routing, plan.weights, plan.experts, **plan.options)
-    return rows.y, routing.topk_weights.bfloat16(), rows.token_to_row.reshape(-1)
+        whole = _FINALIZED(call._replace(output=None, valid_hidden_size=call.computed[0]))[:, : call.width]
+        return whole.contiguous() if call.output is None else call.output.copy_(whole), None
+    plan = _Plan(call)
+    return plan.compute(call), plan
 
 
 def _new_output(call: Fp4Call) -> torch.Tensor:
@@ -258,11 +194,13 @@ def _new_rows(call: Fp4Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     num_tokens, num_topk = call.hidden_states.shape[0], call.top_k + call.num_shared
     like: dict[str, Any] = {"device": call.hidden_states.device}
     return (
-        torch.empty(num_tokens * min(num_topk, call.num_held), call.hidden, dtype=torch.bfloat16, **like),
+        torch.empty(num_tokens * min(num_topk, call.num_local), call.hidden, dtype=torch.bfloat16, **like),
         torch.empty(num_tokens, num_topk, dtype=torch.bfloat16, **like),
         torch.empty(num_tokens * num_topk, dtype=torch.int32, **like),
     )
 
 
-_FINALIZED = Operation("trtllm_fp4_block_scale_moe", Fp4Call, _finalized, result="output", new=_new_output)
-_ROWS = Operation("trtllm_fp4_block_scale_moe_rows", Fp4Call, _rows, new=_new_rows, num_results=3)
+_FINALIZED = Operation(
+    "trtllm_fp4_block_scale_moe", Fp4Call, _first, launch=_Plan.launch, result="output", new=_new_output
+)
+_ROWS = Operation("trtllm_fp4_block_scale_moe_rows", Fp4Call, _first, launch=_Plan.launch, new=_new_rows, num_results=3)

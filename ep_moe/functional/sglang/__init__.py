@@ -12,6 +12,10 @@ from ep_moe.functional.sglang.calls import (
     inplace_fused_experts_fake,
     outplace_fused_experts,
     outplace_fused_experts_fake,
+    triton_kernel_fused_experts,
+    triton_kernel_fused_experts_with_bias,
+    triton_kernel_moe_forward,
+    triton_kernel_moe_with_bias_forward,
 )
 from ep_moe.functional.sglang.configs import (
     get_config,
@@ -31,12 +35,6 @@ from ep_moe.functional.sglang.layer import FusedMoE
 from ep_moe.functional.sglang.layer_flashinfer import FlashInferFP4MoE, FlashInferFusedMoE, get_fused_moe_impl_class
 from ep_moe.functional.sglang.layer_loading import MoeParallel
 from ep_moe.functional.sglang.pairs import moe_align_block_size, moe_sum_reduce_torch_compile, moe_sum_reduce_triton
-from ep_moe.functional.sglang.ragged import (
-    triton_kernel_fused_experts,
-    triton_kernel_fused_experts_with_bias,
-    triton_kernel_moe_forward,
-    triton_kernel_moe_with_bias_forward,
-)
 from ep_moe.functional.sglang.ragged_experts import InFlexData, PrecisionConfig, quantize
 from ep_moe.functional.sglang.routing import (
     BypassedTopKOutput,

@@ -1,19 +1,16 @@
 """SGLang's calls of fused experts, by their names.
 
-Letters: T tokens, H hidden, I intermediate, K top-k, E experts.
+Letters: T tokens, H hidden, I intermediate, K top-k, E experts, G = T * K pairs of a token and an expert.
 """
 
-import collections
 import dataclasses
-import inspect
-from collections.abc import Callable
-from typing import Any, TypeVar, get_type_hints
+from typing import Any
 
 import torch
 
+from ep_moe.functional.call import with_arguments
 from ep_moe.functional.sglang.experts import ExpertsCall, new_result, run
-
-Result = TypeVar("Result")
+from ep_moe.functional.sglang.ragged_experts import OPERATION, RaggedCall
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,42 +62,6 @@ def options_of(config: Any) -> MoeRunnerConfig:
     return found
 
 
-def with_arguments(
-    names: str, fields: type, **defaults: Any
-) -> Callable[[Callable[[Any], Result]], Callable[..., Result]]:
-    """Turn a function of one named tuple into a function of arguments, with a signature of its own.
-
-    Args:
-        names: of the arguments, in their order. fields: a NamedTuple, whose fields give arguments of the same names
-            their types and defaults. defaults: of the others.
-    """
-    known, types = inspect.signature(fields).parameters, get_type_hints(fields)
-    parameters = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            default=defaults.get(name, known[name].default if name in known else inspect.Parameter.empty),
-            annotation=types.get(name, Any),
-        )
-        for name in names.split()
-    ]
-    values = [one.default for one in parameters if one.default is not inspect.Parameter.empty]
-
-    def turn(function: Callable[[Any], Result]) -> Callable[..., Result]:
-        arguments = collections.namedtuple(function.__name__, names, defaults=values)  # type: ignore[misc]
-
-        def call(*positional: Any, **named: Any) -> Result:
-            return function(arguments(*positional, **named))
-
-        for attribute in ("__name__", "__qualname__", "__doc__", "__module__"):
-            setattr(call, attribute, getattr(function, attribute))
-        returned = inspect.signature(function).return_annotation
-        call.__signature__ = inspect.Signature(parameters, return_annotation=returned)  # type: ignore[attr-defined]
-        return call
-
-    return turn
-
-
 _NAMES = ExpertsCall._fields
 _SUMMED = " ".join(name for name in _NAMES if name not in ("inplace", "defer_sum") and "no_combine" not in name)
 _OUTPLACE = " ".join(name for name in _NAMES if name not in ("inplace", "defer_sum"))
@@ -108,12 +69,8 @@ _FORMAT = " ".join(_NAMES[_NAMES.index("use_fp8_w8a8") : _NAMES.index("no_combin
 _FUSED_MOE = f"hidden_states w1 w2 topk_output moe_runner_config b1 b2 {_FORMAT}"
 
 
-def _call_of(given: Any, **more: Any) -> ExpertsCall:
-    return ExpertsCall(**dict(zip(given._fields, given, strict=True)), **more)
-
-
-@with_arguments(" ".join(_NAMES), ExpertsCall)
-def fused_experts_impl(given: Any) -> torch.Tensor:
+@with_arguments(ExpertsCall)
+def fused_experts_impl(call: ExpertsCall) -> torch.Tensor:
     """Compute the experts of routed tokens, and sum their weighted outputs.
 
     Args:
@@ -145,34 +102,34 @@ def fused_experts_impl(given: Any) -> torch.Tensor:
     Local, on the current stream. With experts that are kernels no host sync, and safe in CUDA graphs after a call of
     the same kind; an operator under torch.compile.
     """
-    return run(_call_of(given))
+    return run(call)
 
 
-@with_arguments(_OUTPLACE, ExpertsCall)
-def outplace_fused_experts(given: Any) -> torch.Tensor:
+@with_arguments(ExpertsCall, _OUTPLACE)
+def outplace_fused_experts(call: ExpertsCall) -> torch.Tensor:
     """`fused_experts_impl`, into a new tensor."""
-    return run(_call_of(given))
+    return run(call)
 
 
-@with_arguments(_SUMMED, ExpertsCall)
-def inplace_fused_experts(given: Any) -> None:
+@with_arguments(ExpertsCall, _SUMMED, inplace=True)
+def inplace_fused_experts(call: ExpertsCall) -> None:
     """`fused_experts_impl`, into `hidden_states`."""
-    run(_call_of(given, inplace=True))
+    run(call)
 
 
-@with_arguments(_OUTPLACE, ExpertsCall)
-def outplace_fused_experts_fake(given: Any) -> torch.Tensor:
+@with_arguments(ExpertsCall, _OUTPLACE)
+def outplace_fused_experts_fake(call: ExpertsCall) -> torch.Tensor:
     """The shape and dtype of what `outplace_fused_experts` returns, without computing it."""
-    return new_result(_call_of(given))
+    return new_result(call)
 
 
-@with_arguments(_SUMMED, ExpertsCall)
-def inplace_fused_experts_fake(given: Any) -> None:
+@with_arguments(ExpertsCall, _SUMMED)
+def inplace_fused_experts_fake(call: ExpertsCall) -> None:
     """What `inplace_fused_experts` returns, without computing it."""
-    del given
+    del call
 
 
-@with_arguments(f"{_FUSED_MOE} a1_q fuse_swiglu_interleaved", ExpertsCall)
+@with_arguments(ExpertsCall, f"{_FUSED_MOE} a1_q fuse_swiglu_interleaved")
 def fused_experts(given: Any) -> torch.Tensor:
     """`fused_experts_impl` with the routing and the options in objects.
 
@@ -184,7 +141,7 @@ def fused_experts(given: Any) -> torch.Tensor:
     return _with_objects(given)
 
 
-@with_arguments(_FUSED_MOE, ExpertsCall, moe_runner_config=_DEFAULT_CONFIG)
+@with_arguments(ExpertsCall, _FUSED_MOE, moe_runner_config=_DEFAULT_CONFIG)
 def fused_moe(given: Any) -> torch.Tensor:
     """`fused_experts`, with default options."""
     return _with_objects((*given, None, False))
@@ -199,3 +156,134 @@ def _with_objects(given: Any) -> torch.Tensor:
     last = True, options.swiglu_limit, options.gate_up_interleaved, a1_q, interleaved, False
     keep = options.no_combine_keep_router_weight
     return run(ExpertsCall._make((*tensors, *first, *stored, *numbers, *last, keep)))
+
+
+# triton_kernel_*, whose results are rows of pairs, which SGLang's runner sums
+
+
+def _plain(weight: Any, name: str) -> torch.Tensor:
+    """The memory of a weight or of scales: a tensor, or triton_kernels' class of a tensor that is not swizzled."""
+    if isinstance(weight, torch.Tensor):
+        return weight
+    storage = getattr(weight, "storage", None)
+    data, layout = getattr(storage, "data", None), type(getattr(storage, "layout", None)).__name__
+    if not isinstance(data, torch.Tensor):
+        raise ValueError(f"{name} is {type(weight).__name__}, which is no tensor and has none")
+    if layout not in ("StridedLayout", "NoneType"):
+        raise ValueError(f"{name} has layout {layout}, which is swizzled; StridedLayout is read")
+    return data
+
+
+_PAIRS = "a_ragged_metadata gather_indx scatter_indx gate_scal n_expts_act"
+_RAGGED_FORMAT = (
+    "use_fp8_w8a8 per_channel_quant global_num_experts expert_map w1_scale w2_scale a1_scale a2_scale block_shape"
+)
+_REST = f"apply_router_weight_on_input {_RAGGED_FORMAT}"
+_WITH_BIAS = "hidden_states w1 w1_pcg b1 w2 w2_pcg b2"
+
+
+def _run(call: RaggedCall, inplace: bool) -> torch.Tensor:
+    if inplace:
+        raise ValueError("inplace is set: the rows of pairs do not fit into hidden_states")
+    return OPERATION(call)
+
+
+@with_arguments(RaggedCall, f"hidden_states w1 w2 {_PAIRS} inplace activation {_REST}", inplace=False)
+def triton_kernel_fused_experts(given: Any) -> torch.Tensor:
+    """The weighted result of each pair of a token and an expert, of pairs that are sorted by expert.
+
+    Args:
+        hidden_states: [T, H]. w1, w2: [E, H, 2I], columns [gate; up], and [E, I, H].
+        a_ragged_metadata: triton_kernels' or our `RaggedTensorMetadata`: pairs of each expert, whose places follow each
+            other. Values are read as on a GPU, without checks.
+        gather_indx: [G], the token of each place. scatter_indx: [G], the row of the result of each place, None for the
+            place itself. gate_scal: [G], weights. Places behind the last expert's, indices of no token and of no row
+            have no result. n_expts_act: K, G is T * K.
+        inplace: refused. activation: "silu" or "gelu" (erf).
+        apply_router_weight_on_input: weights multiply tokens and not the experts' outputs.
+        use_fp8_w8a8, per_channel_quant, block_shape, scales: as of `fused_experts_impl`; scales of blocks lie as the
+            weights, [E, H / k, 2I / n].
+        global_num_experts: experts of a_ragged_metadata, -1 any. expert_map: [those], an expert of w1 each, -1 none.
+    Returns: [G, H] in the dtype of `hidden_states`, not summed; rows that no place has are zeros.
+    Errors, host sync, torch.compile: as of `fused_experts_impl`.
+    """
+    x, w1, w2, data, *pairs = given[:8]
+    tensors = x, _plain(w1, "w1"), None, _plain(w2, "w2"), None, data.slice_sizes
+    return _run(RaggedCall._make((*tensors, *pairs, *given[9:], None, None)), given.inplace)
+
+
+@with_arguments(
+    RaggedCall, f"{_WITH_BIAS} {_PAIRS} inplace activation {_REST} gemm1_alpha gemm1_clamp_limit", inplace=False
+)
+def triton_kernel_fused_experts_with_bias(given: Any) -> torch.Tensor:
+    """`triton_kernel_fused_experts` with biases and gpt-oss's activation, of columns of w1 that alternate, gate first.
+
+    Args:
+        w1, w2: as there, or bytes of two MXFP4 elements, [E, H / 2, 2I] and [E, I / 2, H].
+        w1_pcg, w2_pcg: triton_kernels' or our `PrecisionConfig`, whose `b_mx_scale` [E, H / 32, 2I] MXFP4 needs; else
+            None.
+        b1, b2: [E, 2I] and [E, H]. activation: "silu", whatever the alpha. apply_router_weight_on_input: without b1.
+        gemm1_alpha, gemm1_clamp_limit: (clamp(up) + 1) * gate * sigmoid(alpha * gate); a limit of None does not clamp.
+        The others, result and errors: as there. Weights, and scales of MXFP4, that are no transposed views of ours are
+            copied in each call.
+    """
+    if given.activation != "silu":
+        raise ValueError(
+            f"activation ({given.activation!r}) is not 'silu', of which this call has the form with an alpha"
+        )
+    if given.gemm1_alpha is None:
+        raise ValueError("gemm1_alpha (None) is missing, the activation needs it")
+    scales = (
+        scale if scale is not None or getattr(pcg, "b_mx_scale", None) is None else _plain(pcg.b_mx_scale, name)
+        for scale, pcg, name in (
+            (given.w1_scale, given.w1_pcg, "w1_pcg.b_mx_scale"),
+            (given.w2_scale, given.w2_pcg, "w2_pcg.b_mx_scale"),
+        )
+    )
+    x, w1, _, b1, w2, _, b2, data, *pairs = given[:12]
+    tensors = x, _plain(w1, "w1"), b1, _plain(w2, "w2"), b2, data.slice_sizes
+    first, last = given[13:19], given[21:24]
+    numbers = float(given.gemm1_alpha), given.gemm1_clamp_limit
+    return _run(RaggedCall._make((*tensors, *pairs, *first, *scales, *last, *numbers)), given.inplace)
+
+
+@with_arguments(RaggedCall, f"hidden_states w1 w2 topk_output moe_runner_config {_REST}")
+def triton_kernel_moe_forward(given: Any) -> torch.Tensor:
+    """`triton_kernel_fused_experts` with the routing in a tuple and the activation of `moe_runner_config`.
+
+    Args: topk_output: SGLang's or our `TritonKernelTopKOutput`. The others: as there.
+    """
+    x, w1, w2, topk_output, config, *rest = given
+    activation = _activation_of(config, gemm1_alpha=None, gemm1_clamp_limit=None)
+    return triton_kernel_fused_experts(x, w1, w2, *_routing_of(topk_output), False, activation, *rest)
+
+
+@with_arguments(RaggedCall, f"{_WITH_BIAS} topk_output moe_runner_config {_REST}")
+def triton_kernel_moe_with_bias_forward(given: Any) -> torch.Tensor:
+    """`triton_kernel_fused_experts_with_bias` with routing, activation, alpha and limit in objects."""
+    config, routing = given.moe_runner_config, _routing_of(given.topk_output)
+    activation = _activation_of(config, gate_up_interleaved=True)
+    rest = *given[9:], config.gemm1_alpha, config.gemm1_clamp_limit
+    return triton_kernel_fused_experts_with_bias(*given[:7], *routing, False, activation, *rest)
+
+
+def _routing_of(topk_output: Any) -> tuple[Any, Any, Any, Any, Any]:
+    found = tuple(topk_output)
+    if len(found) != 5 or not hasattr(found[0], "slice_sizes"):
+        raise ValueError(
+            f"topk_output ({type(topk_output).__name__}) is not (a_ragged_metadata, gather_indx, scatter_indx, "
+            "gate_scal, n_expts_act)"
+        )
+    return found
+
+
+def _activation_of(config: Any, **needed: Any) -> str:
+    """The activation of options. Errors: ValueError for options that a call does not have.
+
+    Args: needed: values of options that no argument of the call takes.
+    """
+    options = options_of(config)
+    for name, value in {"is_gated": True, "swiglu_limit": None, **needed}.items():
+        if getattr(options, name) != value:
+            raise ValueError(f"moe_runner_config.{name} ({getattr(options, name)}) is not {value}, as this call has it")
+    return options.activation

@@ -103,7 +103,7 @@ class ExpertsCall(NamedTuple):
         return 1.0 if self.routed_scaling_factor is None or self.unsummed else self.routed_scaling_factor
 
     @property
-    def zeros_written(self) -> tuple[int, ...] | None:
+    def written(self) -> tuple[int, ...] | None:
         """How often torch has written the zero points of which the runtime reads others; () if it reads none.
 
         None if that is unknown, or while a CUDA graph is captured, whose memory the others would be, or which would
@@ -120,24 +120,16 @@ class ExpertsCall(NamedTuple):
     @property
     def flags(self) -> Flags:
         """How weights and tokens are stored."""
-        return Flags(
-            self.use_fp8_w8a8,
-            self.use_int8_w8a8,
-            self.use_int8_w8a16,
-            self.use_int4_w4a16,
-            self.per_channel_quant,
-            self.block_shape,
-        )
+        return Flags(*self[_FLAGS], self.block_shape)  # type: ignore[arg-type]
 
     @property
     def weights(self) -> tuple[GivenWeight, GivenWeight]:
         """Both weights with their scales."""
-        static = self.static_scales
-        first = GivenWeight("w1", self.w1, "w1_scale", self.w1_scale, "w1_zp", self.w1_zp, "a1_scale", static[0])
-        second = GivenWeight("w2", self.w2, "w2_scale", self.w2_scale, "w2_zp", self.w2_zp, "a2_scale", static[1])
-        return first, second
+        first, second = self.static_scales
+        return GivenWeight.of(self, "w1", "a1_scale", first), GivenWeight.of(self, "w2", "a2_scale", second)
 
 
+_FLAGS = slice(ExpertsCall._fields.index("use_fp8_w8a8"), ExpertsCall._fields.index("w1_scale"))
 _KINDS = {
     ("silu", True): ActivationKind.SILU,
     ("gelu", True): ActivationKind.GELU,
@@ -260,19 +252,18 @@ class ConfiguredPlan(NamedTuple):
     configs: dict[int, Any] | None
 
     @classmethod
-    def of(cls, routed: RoutedPlan, call: ExpertsCall) -> "ConfiguredPlan":
-        """The plan of a call that has returned."""
+    def of(cls, routed: RoutedPlan | None, call: ExpertsCall) -> "ConfiguredPlan | None":
+        """The plan of a call that has returned; None without launches."""
+        if routed is None:
+            return None
         key = configs_key(call.flags, call.w2, call.hidden_states.dtype)
         return cls(routed, key, get_moe_configs(*key))
-
-    @property
-    def valid(self) -> bool:
-        """Whether the tiles are still those of a call."""
-        return get_moe_configs(*self.configs_key) is self.configs
 
 
 def run(call: ExpertsCall) -> torch.Tensor:
     """The call, as an operator under torch.compile. Errors: ValueError. Local."""
+    if not call.weighted:
+        call = call._replace(topk_weights=torch.ones_like(call.topk_weights, dtype=torch.float32))
     if not call.inplace:
         return _OUTPLACE(call)
     if call.unsummed:
@@ -281,33 +272,25 @@ def run(call: ExpertsCall) -> torch.Tensor:
     return _INPLACE(call)
 
 
-def _compute(call: ExpertsCall) -> torch.Tensor:
-    """The weighted sum [T, H], or the rows [T, K, H] without it."""
-    if not call.weighted:
-        call = call._replace(topk_weights=torch.ones_like(call.topk_weights, dtype=torch.float32))
+def _launch(plan: ConfiguredPlan, call: ExpertsCall) -> torch.Tensor | None:
+    if get_moe_configs(*plan.configs_key) is not plan.configs:
+        return None
     x, ids, topk_weights, out = call.hidden_states, call.topk_ids, call.topk_weights, None
     if call.inplace:
         out = x
-    written, key, plan = call.zeros_written, None, None
-    if call.a1_q is None:
-        key, plan = _OUTPLACE.find(call, override_key(), written=written)
-    if plan is not None and plan.valid:
-        scales = {"static_scale": call.a1_scale, "inner_scale": call.a2_scale}
-        if call.one_row_per_pair:
-            y = plan.routed.listed(x, [x, ids, topk_weights.float()], out, **scales)
-        else:
-            y = plan.routed(x, ids, topk_weights, out, **scales)
-        if y is not None:  # every tensor is aligned
-            return y.view(-1, ids.shape[1], y.shape[1]) if call.unsummed else y
-    result, routed = _computed(call, out)
-    if routed is not None:
-        _OUTPLACE.keep(key, ConfiguredPlan.of(routed, call), call, written=written)
-    return result
+    scales = {"static_scale": call.a1_scale, "inner_scale": call.a2_scale}
+    if call.one_row_per_pair:
+        y = plan.routed.listed(x, [x, ids, topk_weights.float()], out, **scales)
+    else:
+        y = plan.routed(x, ids, topk_weights, out, **scales)
+    return y.view(-1, ids.shape[1], y.shape[1]) if y is not None and call.unsummed else y
 
 
-def _computed(call: ExpertsCall, out: torch.Tensor | None) -> tuple[torch.Tensor, RoutedPlan | None]:
-    """The result of a call, checked, and what repeats it, if anything does."""
-    hidden_states, ids = call.hidden_states, call.topk_ids
+def _compute(call: ExpertsCall) -> tuple[torch.Tensor, ConfiguredPlan | None]:
+    """The weighted sum [T, H], or the rows [T, K, H] without it, checked. Errors: ValueError. Local."""
+    hidden_states, ids, out = call.hidden_states, call.topk_ids, None
+    if call.inplace:
+        out = hidden_states
     check_tokens(hidden_states)
     if ids.dim() != 2 or ids.shape[0] != hidden_states.shape[0] or call.topk_weights.shape != ids.shape:
         raise ValueError(
@@ -339,7 +322,7 @@ def _computed(call: ExpertsCall, out: torch.Tensor | None) -> tuple[torch.Tensor
         if before is None:
             return result, None
     options |= {"factor": factor, "inner_scale": call.a2_scale, "before": before}
-    return result, RoutedPlan.of(x, routing, weights, experts, **options)
+    return result, ConfiguredPlan.of(RoutedPlan.of(x, routing, weights, experts, **options), call)
 
 
 def has_copies(call: ExpertsCall, scheme: QuantScheme) -> bool:
@@ -357,7 +340,7 @@ def kept_or_new(operation: Operation[Any, Any], given: Any, call: ExpertsCall, s
         return make()  # with copies, which would miss later writes to the caller's tensors
     tokens = call.hidden_states
     key = scheme.name, call.alternating, call.is_gated, tokens.shape[1], tokens.dtype
-    found: ExpertWeights = operation.made(given, make, *key, written=call.zeros_written)
+    found: ExpertWeights = operation.made(given, make, *key)
     return found
 
 
@@ -426,5 +409,6 @@ def new_result(call: ExpertsCall) -> torch.Tensor:
     return call.hidden_states.new_empty((num_tokens, num_topk, hidden) if call.unsummed else (num_tokens, hidden))
 
 
-_OUTPLACE = Operation("outplace_fused_experts", ExpertsCall, _compute, new=new_result)
-_INPLACE = Operation("inplace_fused_experts", ExpertsCall, _compute, result="hidden_states")
+_PLANS: dict[str, Any] = {"launch": _launch, "state": override_key}
+_OUTPLACE = Operation("outplace_fused_experts", ExpertsCall, _compute, **_PLANS, new=new_result)
+_INPLACE = Operation("inplace_fused_experts", ExpertsCall, _compute, **_PLANS, result="hidden_states")

@@ -9,10 +9,9 @@ import torch
 from torch.nn.functional import silu
 
 from ep_moe.config import DTYPES
-from ep_moe.functional.call import Operation
+from ep_moe.functional.call import Operation, with_arguments
 from ep_moe.functional.common import check_like
 from ep_moe.functional.formats import GivenWeight, is_view, matrix_of, scheme_of
-from ep_moe.functional.sglang.calls import with_arguments
 from ep_moe.functional.sglang.configs import tiles_of
 from ep_moe.functional.sglang.pairs import GemmCall, row_lists, sorted_pairs
 from ep_moe.local_moe.row_gemm import by_kernels, gemm_rows
@@ -36,9 +35,9 @@ _OPTIONS = "no_combine a_use_tma b_use_tma c_sorted filter_expert fuse_sum_all_r
 
 
 @with_arguments(
+    GemmCall,
     f"A B bias C A_scale B_scale B_zp {_LISTS} mul_routed_weight top_k config compute_type {_FLAGS} {_OPTIONS} "
     "fuse_add_to_output add_output_mask mask_output lora_preserve_base fuse_swiglu a_output_slices",
-    GemmCall,
     no_combine=False,
     b_use_tma=False,
     filter_expert=True,
@@ -127,11 +126,16 @@ def _store_swiglu(call: GemmCall, c: torch.Tensor) -> None:
     c.copy_(torch.where(there[:-1, None], inner.to(c.dtype), c.reshape(inner.shape)).view(c.shape))
 
 
-def _compute(call: GemmCall) -> torch.Tensor:
-    key, plan = _OPERATION.find(call)
-    if plan is not None and plan.again(call):
-        return call.C
-    given = GivenWeight("B", call.B, "B_scale", call.B_scale, "B_zp", call.B_zp, "A_scale", call.A_scale)
+def _launch(plan: "GemmPlan", call: GemmCall) -> torch.Tensor:
+    return call.C if plan.again(call) else _compute(call, plan)[0]
+
+
+def _compute(call: GemmCall, plan: "GemmPlan | None" = None) -> tuple[torch.Tensor, "GemmPlan | None"]:
+    """The call, checked. Errors: ValueError. Local.
+
+    Args: plan: of calls like this one, of which a first one has not returned, or which copy tensors.
+    """
+    given = GivenWeight.of(call, "B", "A_scale", call.A_scale)
     scheme, block = scheme_of(call.flags, [given]), call.config["BLOCK_SIZE_M"]
     if call.A.dim() != 2 or call.A.dtype not in DTYPES.values() or call.B.dim() != 3:
         raise ValueError(f"A is {tuple(call.A.shape)} {call.A.dtype}, B {tuple(call.B.shape)}; [rows, C] and [E, N, C]")
@@ -148,7 +152,6 @@ def _compute(call: GemmCall) -> torch.Tensor:
     if _by_plan(call, scheme):
         if plan is None:
             plan = _new_plan(call, scheme, block)
-            _OPERATION.keep(key, plan, call)
         in_place = is_view(given, scheme) and c.data_ptr() == call.C.data_ptr() and _dense(call)
         plan.run(call, weight, c, tiles, again=in_place)
     else:
@@ -158,7 +161,7 @@ def _compute(call: GemmCall) -> torch.Tensor:
         gemm_rows(tokens, row_lists(call, block, c.shape[0]), weight, scheme, bias=call.bias, out=c, tiles=tiles)
     if c.data_ptr() != call.C.data_ptr():
         call.C.copy_(c.view(call.C.shape))
-    return call.C
+    return call.C, plan
 
 
 def _by_plan(call: GemmCall, scheme: QuantScheme) -> bool:
@@ -217,4 +220,4 @@ def _check_lists(call: GemmCall, block: int, num_rows: int) -> None:
         raise ValueError(f"C has {num_rows} rows; {needed} needed")
 
 
-_OPERATION = Operation("invoke_fused_moe_kernel", GemmCall, _compute, result="C")
+_OPERATION = Operation("invoke_fused_moe_kernel", GemmCall, _compute, launch=_launch, result="C")

@@ -16,9 +16,9 @@ from ep_moe.functional.common import experts_for
 from ep_moe.functional.sglang.calls import MoeRunnerConfig, options_of
 from ep_moe.functional.sglang.configs import found_tiles
 from ep_moe.functional.sglang.experts import activation_config, check_tokens, routed_rows
-from ep_moe.functional.sglang.layer_formats import as_expert_weights, layer_format, parts_of
-from ep_moe.functional.sglang.layer_loading import MoeParallel, Share, load_expert, load_stacked
-from ep_moe.functional.sglang.layer_packed import as_packed_weights, fit_scale, initial, packed_parts
+from ep_moe.functional.sglang.layer_formats import layer_format, parts_of
+from ep_moe.functional.sglang.layer_loading import MoeParallel, Share, fit_scale, load_expert, load_stacked
+from ep_moe.functional.sglang.layer_weights import weights_of
 from ep_moe.functional.sglang.routing import chosen
 from ep_moe.local_moe import local_moe
 from ep_moe.placement import Placement
@@ -173,11 +173,9 @@ class FusedMoE(torch.nn.Module):
         sizes: dict[str, Any] = {"num_local_experts": self.num_local_experts, "hidden": hidden_size}
         sizes |= {"intermediate": self.intermediate_size_per_partition, "with_bias": with_bias}
         sizes["dtype"] = torch.get_default_dtype() if params_dtype is None else params_dtype
-        packed = self._format.method is not None
-        parts = packed_parts(self._format, **sizes) if packed else parts_of(self._format, num_experts, **sizes)
-        self._parts = {part.name: part for part in parts}
+        self._parts = {part.name: part for part in parts_of(self._format, num_experts, **sizes)}
         for name, part in self._parts.items():
-            parameter = torch.nn.Parameter(initial(part), requires_grad=False)
+            parameter = torch.nn.Parameter(part.initial(), requires_grad=False)
             loader = self.weight_loader_fused if use_weight_loader_fused else self.weight_loader
             parameter.weight_loader = loader  # type: ignore[attr-defined]
             parameter.part = part  # type: ignore[attr-defined]
@@ -250,7 +248,9 @@ class FusedMoE(torch.nn.Module):
             shard_id: "w1" the gate, "w3" the up half, "w2". expert_id: among all E; None: of all experts, [E, ...].
         Errors: ValueError names the tensor, its shape and what is needed. Local.
         """
-        part = self._part_of(param)
+        part = getattr(param, "part", None)
+        if part is None or self._parts.get(part.name) is not part:
+            raise ValueError(f"param {tuple(param.shape)} is not a parameter of layer {self.layer_id}")
         self._forget()
         fit_scale(param, part, loaded_weight, weight_name)
         if expert_id is None:
@@ -269,16 +269,7 @@ class FusedMoE(torch.nn.Module):
         """
         if shard_id not in ("w13", "w2"):
             raise ValueError(f"shard_id ({shard_id!r}) of {weight_name} is not w13 or w2")
-        self._forget()
-        part = self._part_of(param)
-        fit_scale(param, part, loaded_weight, weight_name)
-        load_stacked(part, param.data, loaded_weight, weight_name, shard_id, self._share, self.num_experts)
-
-    def _part_of(self, param: torch.nn.Parameter) -> Any:
-        part = getattr(param, "part", None)
-        if part is None or self._parts.get(part.name) is not part:
-            raise ValueError(f"param {tuple(param.shape)} is not a parameter of layer {self.layer_id}")
-        return part
+        self.weight_loader(param, loaded_weight, weight_name, shard_id, None)
 
     def process_weights_after_loading(self) -> None:
         """Make ready for calls; a first call does so too, and so does one after a loader, `load_state_dict` or `to`.
@@ -296,11 +287,8 @@ class FusedMoE(torch.nn.Module):
         self._kept.weights = self._made()
 
     def _made(self) -> ExpertWeights:
-        tensors = self.tensors
-        if self._format.method is not None:
-            return as_packed_weights(self._format, tensors, up_first=self.up_first)
         local = slice(self.start_expert_id, self.end_expert_id + 1)
-        return as_expert_weights(self._format, tensors, local, up_first=self.up_first)
+        return weights_of(self._format, self.tensors, local, up_first=self.up_first)
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:

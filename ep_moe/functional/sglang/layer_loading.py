@@ -1,16 +1,21 @@
 """The ranks that share a `FusedMoE`, and tensors of a checkpoint copied into its parameters.
 
-Letters: E experts, L local experts.
+Weights that a checkpoint packs in int32 (GPTQ, AWQ, compressed-tensors) are unpacked as they are loaded: parameters
+have values, scales and zero points in the runtime's own format, so that there is one copy.
+
+Letters: E experts, L local experts, N and K rows and columns of a weight, G scale groups.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ep_moe.functional.sglang.layer_formats import Part
-from ep_moe.functional.sglang.layer_packed import needed_shape, store, store_order, unpacked
+from ep_moe.config import DTYPES
+from ep_moe.functional.sglang.layer_formats import Part, groups_in_order
 from ep_moe.quant import as_bytes
+from ep_moe.weights.quantized import as_stored, unpacked_values, unpacked_zeros
 
 SHARDS = ("w1", "w2", "w3")
 _HALVES = {"w1": 0, "w3": 1}
@@ -83,19 +88,20 @@ def _like(loaded: torch.Tensor, target: torch.Tensor, name: str) -> torch.Tensor
     return loaded
 
 
-def _own(loaded: torch.Tensor, target: torch.Tensor, axis: int | None, share: Share, name: str) -> torch.Tensor:
-    """This rank's share of a tensor along an axis. Errors: ValueError for another shape."""
-    needed = list(target.shape)
-    whole = axis is None or share.presharded
-    if not whole:
-        assert axis is not None
+def _own(loaded: torch.Tensor, shape: Sequence[int], axis: int | None, share: Share, name: str) -> torch.Tensor:
+    """This rank's share of a tensor along an axis, None if it is whole. Errors: ValueError for another shape."""
+    needed, axis = list(shape), None if share.presharded else axis
+    if axis is not None:
         needed[axis] *= share.tp_size
     if list(loaded.shape) != needed:
         raise ValueError(f"{name} is {tuple(loaded.shape)}; {tuple(needed)} needed")
-    if whole or share.tp_size == 1:
-        return loaded
-    assert axis is not None
-    return loaded.narrow(axis, share.tp_rank * target.shape[axis], target.shape[axis])
+    return loaded if axis is None else loaded.narrow(axis, share.tp_rank * shape[axis], shape[axis])
+
+
+def _half(target: torch.Tensor, axis: int, half: int, share: Share) -> torch.Tensor:
+    """The rows of the gate (0) or the up half (1) of w13."""
+    rows = target.shape[axis] // 2
+    return target.narrow(axis, rows * (1 - half if share.up_first else half), rows)
 
 
 def load_expert(
@@ -129,41 +135,98 @@ def load_expert(
             (target[half] if target.dim() else target).copy_(number)
         return
     if part.halves:
-        rows = target.shape[0] // 2
-        target = target.narrow(0, rows * (1 - half if share.up_first else half), rows)
+        target = _half(target, 0, half, share)
     _copy(part, target, _like(loaded, target, name), part.shard, share, name)
+
+
+def fit_scale(parameter: torch.nn.Parameter, part: Part, loaded: torch.Tensor, name: str) -> None:
+    """Give a parameter of scales the dtype of the first ones that are loaded: the format's are those of the checkpoint.
+
+    Errors: ValueError for scales of another dtype than those before, or of none that is read.
+    """
+    if part.what != "scale" or part.method is None:
+        return
+    if loaded.dtype not in DTYPES.values():
+        raise ValueError(f"{name} is {loaded.dtype}; one of {', '.join(DTYPES)} needed")
+    if part.method.stored.family != "integer":
+        return
+    before = getattr(parameter, "scale_dtype", loaded.dtype)
+    if before != loaded.dtype:
+        raise ValueError(f"{name} is {loaded.dtype}, scales of {part.name} that were loaded before are {before}")
+    parameter.scale_dtype = loaded.dtype  # type: ignore[attr-defined]
+    if parameter.dtype != loaded.dtype:
+        parameter.data = parameter.data.to(loaded.dtype)
 
 
 def _load_packed(part: Part, target: torch.Tensor, loaded: torch.Tensor, name: str, half: int, share: Share) -> None:
     """Copy a tensor of one expert of a weight in int32; half: of w13."""
+    assert part.method is not None
+    first, stored = part.field == "w13", part.method.stored
     if part.what == "unread":
         return
-    ranks = 1 if share.presharded else share.tp_size
     if part.what == "order":
-        shared = part.field == "w2" and share.tp_size > 1
-        if shared and ranks > 1:
-            like = torch.empty(target.shape, dtype=torch.float32, device="meta")
-            loaded = _own(loaded, like, 0, share, name)
-        store_order(part, target[half] if part.field == "w13" else target, loaded, shared, name)
+        if not first and share.tp_size > 1 and not share.presharded:
+            loaded = _own(loaded, target.shape, 0, share, name)
+        _copy_order(part, target[half] if first else target, loaded, not first and share.tp_size > 1, name)
         return
-    if part.what == "middle":
-        unpacked(part, loaded, 0, name)  # which checks them
+    ranks = share.tp_size if first and not share.presharded else 1
+    rows = part.shape[1] // 2 if first else part.shape[1] if len(part.shape) > 1 else 0
+    found = _unpacked(part, loaded, rows * ranks, name)
+    if part.what == "middle":  # which was checked
         return
-    rows, columns = needed_shape(part)
-    first = part.field == "w13"
-    rows = rows // 2 if first else rows
-    found = unpacked(part, loaded, rows * (ranks if first else 1), name)
-    whole = not first and part.what != "values" and target.dim() < 2  # a scale for each row
-    own = _own(
-        found,
-        torch.empty(rows, columns, dtype=torch.float32, device="meta"),
-        None if whole else 0 if first else 1,
-        share,
-        name,
-    )
+    if part.what == "values":
+        shape = rows, stored.row_width(part.shape[2])
+    else:
+        shape = rows, part.shape[2] if len(part.shape) > 2 else 1
+    each_row = not first and part.what != "values" and target.dim() < 2  # a scale, which ranks do not share
+    own = _own(found, shape, None if each_row else 0 if first else 1, share, name)
     if first:
-        target = target.narrow(0, rows * (1 - half if share.up_first else half), rows)
-    store(part, target, own)
+        target = _half(target, 0, half, share)
+    target.copy_((as_stored(own, stored) if part.what == "values" else own).reshape(target.shape))
+
+
+def _unpacked(part: Part, loaded: torch.Tensor, rows: int, name: str) -> torch.Tensor:
+    """A tensor of the checkpoint by rows of the weight: elements [N, K] uint8, scales or zero points [N, G].
+
+    Args: rows: N of the whole weight, of which the last int32 of zero points may have more.
+    Errors: ValueError for other dimensions and dtypes, scales below zero, and zero points that the config denies.
+    """
+    method = part.method
+    assert method is not None
+    dims = 2 if part.what != "scale" or method.stored.granularity == "group" else loaded.dim()
+    integers = part.what in ("values", "zero", "middle")
+    if loaded.dim() != dims or dims not in (1, 2) or (integers and loaded.dtype != torch.int32):
+        raise ValueError(f"{name} is {tuple(loaded.shape)} {loaded.dtype}; a matrix{' of int32' * integers} needed")
+    if part.what == "values":
+        return unpacked_values(method, loaded)
+    if integers:
+        return unpacked_zeros(method, loaded, rows, name)
+    if bool((loaded < 0).any()):
+        raise ValueError(f"{name} has negative scales")
+    if loaded.dim() == 1:
+        return loaded[:, None]
+    return loaded if method.packing == "int32" else loaded.t()
+
+
+def _copy_order(part: Part, target: torch.Tensor, groups: torch.Tensor, shared: bool, name: str) -> None:
+    """Copy the group of each column [K] of this rank's share.
+
+    Args: target: of w2, or of a half of w13. shared: ranks share the columns of w2.
+    Errors: ValueError for columns of a share in another order than their groups.
+    """
+    assert part.method is not None
+    stored = part.method.stored
+    if stored.granularity != "group":
+        return
+    if tuple(groups.shape) != tuple(target.shape) or groups.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name} is {tuple(groups.shape)} {groups.dtype}; {tuple(target.shape)} of integers needed")
+    if shared:
+        groups = groups - groups.min()
+        if not torch.equal(groups.int(), groups_in_order(stored, target.shape[0]).to(groups.device)):
+            raise ValueError(
+                f"{name} has columns in another order than their groups; shares of ranks are read in order alone"
+            )
+    target.copy_(groups)
 
 
 def load_stacked(
@@ -188,23 +251,20 @@ def load_stacked(
                 own = loaded[expert, index] if len(ids) > 1 and loaded.dim() > 1 else loaded[expert]
                 load_expert(part, data, own, name, shard, expert, share)
         return
-    local = loaded[share.first : share.first + share.count]
-    local = _like(local, data, name)
+    local = _like(loaded[share.first : share.first + share.count], data, name)
     if share.alternating:
-        own = _own(local, data, 1, share, name)
+        own = _own(local, data.shape, 1, share, name)
         order = (own[:, 1::2], own[:, 0::2]) if share.up_first else (own[:, 0::2], own[:, 1::2])
         as_bytes(data).copy_(torch.cat(order, dim=1))
         return
-    rows = data.shape[1] // 2
+    if local.shape[1] % 2:
+        raise ValueError(f"{name} is {tuple(loaded.shape)}; an even number of rows needed")
     for half in (0, 1):
-        target = data.narrow(1, rows * (1 - half if share.up_first else half), rows)
-        if local.shape[1] % 2:
-            raise ValueError(f"{name} is {tuple(loaded.shape)}; an even number of rows needed")
-        _copy(part, target, local.chunk(2, 1)[half], 1, share, name)
+        _copy(part, _half(data, 1, half, share), local.chunk(2, 1)[half], 1, share, name)
 
 
 def _copy(part: Part, target: torch.Tensor, loaded: torch.Tensor, axis: int | None, share: Share, name: str) -> None:
-    own = _own(loaded, target, axis, share, name)
+    own = _own(loaded, target.shape, axis, share, name)
     if part.what == "bias" and part.field == "w2" and share.tp_rank:  # the ranks' results are summed
         target.zero_()
     else:

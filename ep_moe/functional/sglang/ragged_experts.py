@@ -17,7 +17,7 @@ from ep_moe.functional.call import Operation, Weight
 from ep_moe.functional.common import check_like, experts_for
 from ep_moe.functional.formats import scheme_of
 from ep_moe.functional.plans import RoutedPlan
-from ep_moe.functional.sglang.configs import found_tiles, override_key
+from ep_moe.functional.sglang.configs import found_tiles, get_moe_configs, override_key
 from ep_moe.functional.sglang.experts import (
     ConfiguredPlan,
     ExpertsCall,
@@ -82,48 +82,24 @@ class RaggedCall(NamedTuple):
 
     def as_experts(self) -> ExpertsCall:
         """The same call with weights in the order of `fused_experts_impl`, views; its routing is not read."""
-        scales = [
-            scale if scale is None or self.block_shape is None else scale.transpose(1, 2)
-            for scale in (self.w1_scale, self.w2_scale)
-        ]
-        return ExpertsCall(
-            self.hidden_states,
-            self.w1.transpose(1, 2),
-            self.w2.transpose(1, 2),
-            self.gate_scal,
-            self.gather_indx,
-            self.b1,
-            self.b2,
-            activation=self.activation,
-            apply_router_weight_on_input=self.apply_router_weight_on_input,
-            use_fp8_w8a8=self.use_fp8_w8a8,
-            per_channel_quant=self.per_channel_quant,
-            w1_scale=scales[0],
-            w2_scale=scales[1],
-            a1_scale=self.a1_scale,
-            a2_scale=self.a2_scale,
-            block_shape=self.block_shape,
-            gemm1_alpha=self.gemm1_alpha,
-            gemm1_limit=self.gemm1_clamp_limit,
-        )
+        turned = {name: getattr(self, name).transpose(1, 2) for name in ("w1", "w2")}
+        if self.block_shape is not None:
+            scales = {name: getattr(self, name) for name in ("w1_scale", "w2_scale")}
+            turned |= {name: scale.transpose(1, 2) for name, scale in scales.items() if scale is not None}
+        same = {name: getattr(self, name) for name in ExpertsCall._fields if name in self._fields}
+        routing = {"topk_weights": self.gate_scal, "topk_ids": self.gather_indx, "gemm1_limit": self.gemm1_clamp_limit}
+        return ExpertsCall(**same | turned | routing)
 
 
-def _compute(call: RaggedCall) -> torch.Tensor:
-    """The weighted rows [G, H] of pairs; those without an expert are zeros. Errors: ValueError. Local."""
-    key, plan = OPERATION.find(call, override_key())
-    if plan is not None and plan.valid:
-        x, scales = call.hidden_states, {"static_scale": call.a1_scale, "inner_scale": call.a2_scale}
-        found: torch.Tensor | None = plan.routed.listed(x, call.by_expert.lists(x, call.expert_map), None, **scales)
-        if found is not None:
-            return found
-    result, routed = _computed(call)
-    if routed is not None:
-        OPERATION.keep(key, ConfiguredPlan.of(routed, call.as_experts()), call)
-    return result
+def _launch(plan: ConfiguredPlan, call: RaggedCall) -> torch.Tensor | None:
+    if get_moe_configs(*plan.configs_key) is not plan.configs:
+        return None
+    x, lists = call.hidden_states, call.by_expert.lists(call.hidden_states, call.expert_map)
+    return plan.routed.listed(x, lists, None, static_scale=call.a1_scale, inner_scale=call.a2_scale)
 
 
-def _computed(call: RaggedCall) -> tuple[torch.Tensor, RoutedPlan | None]:
-    """The result of a call, checked, and what repeats it, if anything does."""
+def _compute(call: RaggedCall) -> tuple[torch.Tensor, ConfiguredPlan | None]:
+    """The weighted rows [G, H] of pairs, checked; those without an expert are zeros. Errors: ValueError. Local."""
     _check(call)
     x, data, on_input = call.hidden_states, call.by_expert, call.apply_router_weight_on_input
     scheme, weights = _weights(call)
@@ -142,7 +118,7 @@ def _computed(call: RaggedCall) -> tuple[torch.Tensor, RoutedPlan | None]:
     if _copies_mxfp4(call) if call.is_mxfp4 else has_copies(given, scheme):
         return result, None
     more: dict[str, Any] = {"inner_scale": call.a2_scale, "out": None, "before": pairs}
-    return result, RoutedPlan.of(found["tokens"], routing, weights, experts, **more)
+    return result, ConfiguredPlan.of(RoutedPlan.of(found["tokens"], routing, weights, experts, **more), given)
 
 
 def _check(call: RaggedCall) -> None:
@@ -273,4 +249,6 @@ def _new_rows(call: RaggedCall) -> torch.Tensor:
     return call.hidden_states.new_empty(call.gather_indx.shape[0], call.hidden_states.shape[1])
 
 
-OPERATION = Operation("triton_kernel_fused_experts", RaggedCall, _compute, new=_new_rows)
+OPERATION = Operation(
+    "triton_kernel_fused_experts", RaggedCall, _compute, launch=_launch, state=override_key, new=_new_rows
+)

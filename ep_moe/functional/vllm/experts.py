@@ -14,14 +14,13 @@ from ep_moe.config import DTYPES, ActivationConfig, ActivationKind
 from ep_moe.experts import Experts, ReferenceExperts
 from ep_moe.functional.call import Operation, Weight, Written
 from ep_moe.functional.common import experts_for
-from ep_moe.functional.formats import FLAGS, is_view, matrix_of
+from ep_moe.functional.formats import FLAGS, GivenWeight, is_view, matrix_of
 from ep_moe.functional.plans import CopiedScale, multiples
 from ep_moe.functional.vllm.formats import (
     FusedMoEActivationFormat,
     FusedMoEQuantConfig,
     RowFormat,
     flags_of,
-    given_weight,
     row_scales,
     scheme_of,
     used_flag,
@@ -287,7 +286,7 @@ def _weights(call: BatchedCall, rows: RowFormat, scheme: QuantScheme) -> ExpertW
         raise ValueError(f"w1 is {tuple(call.w1.shape)}; [experts, {halves} * intermediate, hidden] needed")
     shapes = {"w1": (experts, halves * intermediate, hidden), "w2": (experts, hidden, intermediate)}
     flags, dtype = flags_of(call.flag, call.block_shape), call.output.dtype
-    w13, w2 = (matrix_of(given_weight(call, name), scheme, flags, shape, dtype) for name, shape in shapes.items())
+    w13, w2 = (matrix_of(GivenWeight.of(call, name), scheme, flags, shape, dtype) for name, shape in shapes.items())
     static = _static(call, rows, experts)
     alternating = call.activation == _ALTERNATING
     return ExpertWeights(w13=w13, w2=w2, scheme=scheme, w2_input_scale=static, alternating=alternating)
@@ -318,34 +317,20 @@ class _Plan:
         repeated = repeated_experts(experts, signature_of(batch), weights)
         return None if repeated is None else cls(repeated, weights, batch.expert_row_start, call.a2_scale)
 
-    def launch(self, call: BatchedCall) -> bool:
-        """Launch a later call; False, with nothing launched, if a tensor is not aligned to 16 bytes.
-
-        Local, on the current stream, no host sync.
-        """
+    def launch(self, call: BatchedCall) -> torch.Tensor | None:
+        """The output of a later call; None, with nothing launched, if a tensor is not aligned to 16 bytes."""
         counts = call.expert_num_tokens
         if counts.dtype != torch.int32:
             counts = counts.to(torch.int32)
         if not self._scale.update(call.a2_scale):
-            return False
+            return None
         tensors: list[Any] = [call.hidden_states, call.a1q_scale, self._row_start, counts, call.output, *self._weights]
-        return self._sequence.repeat([each.data_ptr() for each in tensors if each is not None]) is not None
+        addresses = [each.data_ptr() for each in tensors if each is not None]
+        return None if self._sequence.repeat(addresses) is None else call.output
 
 
-def _compute(call: BatchedCall) -> None:
-    """The call. Errors: ValueError. Local."""
-    if call.naive:
-        _first(call)
-        return
-    key, plan = _OPERATION.find(call)
-    if plan is None or not plan.launch(call):
-        plan = _first(call)
-        if plan is not None:
-            _OPERATION.keep(key, plan, call)
-
-
-def _first(call: BatchedCall) -> _Plan | None:
-    """Check and compute a call; returns the plan of later ones, if there is one."""
+def _first(call: BatchedCall) -> tuple[torch.Tensor, _Plan | None]:
+    """The call, checked. Errors: ValueError. Local."""
     x, output = call.hidden_states, call.output
     experts = call.w1.shape[0]
     if output.dim() != 3 or output.shape[0] != experts or output.dtype not in DTYPES.values():
@@ -368,7 +353,7 @@ def _first(call: BatchedCall) -> _Plan | None:
     elif call.a1q_scale is not None:
         raise ValueError(f"a1q_scale is given, {call.flag or 'no use_* flag'} takes none")
     activation = call.kind
-    weights_given = given_weight(call, "w1"), given_weight(call, "w2")
+    weights_given = GivenWeight.of(call, "w1"), GivenWeight.of(call, "w2")
     scheme = scheme_of(call.flag, rows, call.block_shape, *weights_given)
     scheme = _unrounded(scheme) if call.naive else scheme
     make = functools.partial(_weights, call, rows, scheme)
@@ -395,8 +380,8 @@ def _first(call: BatchedCall) -> _Plan | None:
         own = experts_for(activation, scheme, x.device)
     own(batch, weights, out=output)
     if call.naive or not views or isinstance(own, ReferenceExperts):
-        return None
-    return _Plan.of(call, batch, weights, own)
+        return output, None
+    return output, _Plan.of(call, batch, weights, own)
 
 
-_OPERATION = Operation("batched_experts", BatchedCall, _compute, result="output")
+_OPERATION = Operation("batched_experts", BatchedCall, _first, launch=_Plan.launch, result="output")

@@ -165,12 +165,6 @@ def _scaled_scheme(kind: str, rows: Granularity, weight: Granularity, block: tup
     return next(named, QuantScheme(name=f"{kind}_{rows}_{weight}", **parts))
 
 
-def given_weight(call: Any, name: str) -> GivenWeight:
-    """A weight of a call, with its fields `name`, `name`_scale and `name`_zp. Local."""
-    scale, zero = f"{name}_scale", f"{name}_zp"
-    return GivenWeight(name, getattr(call, name), scale, getattr(call, scale), zero, getattr(call, zero), "", None)
-
-
 def flags_of(flag: str | None, block_shape: list[int] | None) -> Flags:
     """The flags of a call with this use_* flag. Local."""
     return Flags(block_shape=block_shape, **({} if flag is None else {flag: True}))

@@ -10,10 +10,10 @@ import torch
 
 from ep_moe.config import DTYPES
 from ep_moe.functional.call import Operation, Written
-from ep_moe.functional.formats import is_view, matrix_of
+from ep_moe.functional.formats import GivenWeight, is_view, matrix_of
 from ep_moe.functional.plans import multiples, quotients
 from ep_moe.functional.sglang.configs import tiles_of
-from ep_moe.functional.vllm.formats import RowFormat, flags_of, given_weight, row_scales, scheme_of, used_flag
+from ep_moe.functional.vllm.formats import RowFormat, flags_of, row_scales, scheme_of, used_flag
 from ep_moe.functional.vllm.quantize import no_token
 from ep_moe.local_moe.row_gemm import RowLists, by_kernels, gemm_by_kernels, gemm_rows
 from ep_moe.quant import Quantized
@@ -92,27 +92,19 @@ class _Plan(NamedTuple):
     starts: torch.Tensor
     places: torch.Tensor
 
-    def launch(self, call: GemmCall) -> bool:
-        """Launch a later call; False, with nothing launched, if a tensor is not aligned to 16 bytes. Local."""
+    def launch(self, call: GemmCall) -> torch.Tensor | None:
+        """C of a later call; None, with nothing launched, if a tensor is not aligned to 16 bytes."""
         counts = call.expert_num_tokens
         if counts.dtype != torch.int32:
             counts = counts.to(torch.int32)
         lists = self.starts, counts, self.places, self.places
         tensors = call.A, call.A_scale, *lists, call.B, call.B_scale, call.C
-        return self.launches.repeat([each.data_ptr() for each in tensors if each is not None]) is not None
+        addresses = [each.data_ptr() for each in tensors if each is not None]
+        return None if self.launches.repeat(addresses) is None else call.C
 
 
-def _compute(call: GemmCall) -> None:
-    """The call. Errors: ValueError. Local."""
-    key, plan = _OPERATION.find(call)
-    if plan is None or not plan.launch(call):
-        plan = _first(call)
-        if plan is not None:
-            _OPERATION.keep(key, plan, call)
-
-
-def _first(call: GemmCall) -> _Plan | None:
-    """Check and compute a call; returns the plan of later ones, if there is one."""
+def _first(call: GemmCall) -> tuple[torch.Tensor, _Plan | None]:
+    """The call, checked. Errors: ValueError. Local."""
     A, B, C = call.A, call.B, call.C  # noqa: N806
     if A.dim() != 3 or C.dim() != 3 or A.shape[:2] != C.shape[:2] or C.shape[2] != B.shape[1]:
         raise ValueError(
@@ -128,7 +120,7 @@ def _first(call: GemmCall) -> _Plan | None:
     flag = "use_int8_w8a8" if scaled and call.flag is None else call.flag
     kind = (torch.int8 if flag == "use_int8_w8a8" else torch.float8_e4m3fn) if scaled else None
     rows = RowFormat.of(kind, call.per_act_token_quant and scaled, call.block_shape)
-    given = given_weight(call, "B")
+    given = GivenWeight.of(call, "B")
     scheme = scheme_of(flag, rows, call.block_shape, given)
     needed = rows.dtype or call.dtype
     if A.dtype != needed:
@@ -173,7 +165,7 @@ def _first(call: GemmCall) -> _Plan | None:
     if not direct:
         empty = no_token(call.expert_num_tokens, experts, height).unsqueeze(2)
         C.copy_(torch.where(empty, C, out.view(C.shape).to(C.dtype)))
-    return plan
+    return C, plan
 
 
-_OPERATION = Operation("batched_gemm", GemmCall, _compute, result="C")
+_OPERATION = Operation("batched_gemm", GemmCall, _first, launch=_Plan.launch, result="C")
