@@ -15,11 +15,13 @@ from ep_moe.experts import Experts, ReferenceExperts
 from ep_moe.functional.call import Operation, Weight, Written
 from ep_moe.functional.common import experts_for
 from ep_moe.functional.formats import FLAGS, GivenWeight, is_view, matrix_of
-from ep_moe.functional.plans import CopiedScale, multiples
+from ep_moe.functional.plans import CopiedScale, capturing, multiples
 from ep_moe.functional.vllm.formats import (
     FusedMoEActivationFormat,
     FusedMoEQuantConfig,
     RowFormat,
+    check_counts,
+    check_least,
     flags_of,
     row_scales,
     scheme_of,
@@ -51,6 +53,7 @@ _ACTIVATIONS = {  # by vLLM's names, with the numbers that it fixes
 class _BatchedExperts:
     """Both classes: a call computes w2 @ act(w1 @ x) for every row of every expert."""
 
+    activation_formats = (FusedMoEActivationFormat.BatchedExperts,) * 2  # of input and output
     _naive = False
 
     def __init__(
@@ -64,34 +67,14 @@ class _BatchedExperts:
         per_act_token_quant: bool = False,
         block_shape: list[int] | None = None,
     ) -> None:
-        for name, number in (("max_num_tokens", max_num_tokens), ("num_dispatchers", num_dispatchers)):
-            if number < 1:
-                raise ValueError(f"{name} ({number}) must be at least 1")
+        check_least(max_num_tokens=(max_num_tokens, 1), num_dispatchers=(num_dispatchers, 1))
         self.max_num_tokens, self.num_dispatchers = max_num_tokens, num_dispatchers
         flags = use_fp8_w8a8, use_int8_w8a8, use_int8_w8a16, use_int4_w4a16
         self.use_fp8_w8a8, self.use_int8_w8a8, self.use_int8_w8a16, self.use_int4_w4a16 = flags
         self.quant_config = FusedMoEQuantConfig.make(*flags, per_act_token_quant, block_shape=block_shape)
+        self.quant_dtype = self.quant_config.quant_dtype
+        self.per_act_token_quant, self.block_shape = per_act_token_quant, block_shape
         self._flag = used_flag(dict(zip(FLAGS, flags, strict=True)))
-
-    @property
-    def quant_dtype(self) -> torch.dtype | None:
-        """The dtype of quantized activations."""
-        return self.quant_config.quant_dtype
-
-    @property
-    def per_act_token_quant(self) -> bool:
-        """Whether each token has a scale."""
-        return self.quant_config.per_act_token_quant
-
-    @property
-    def block_shape(self) -> list[int] | None:
-        """[rows, columns] of a block of weights."""
-        return self.quant_config.block_shape
-
-    @property
-    def activation_formats(self) -> tuple[FusedMoEActivationFormat, FusedMoEActivationFormat]:
-        """BatchedExperts, of input and output."""
-        return FusedMoEActivationFormat.BatchedExperts, FusedMoEActivationFormat.BatchedExperts
 
     def supports_chunking(self) -> bool:
         """False: rows of an expert lie `max_num_tokens` times `num_dispatchers` apart."""
@@ -166,8 +149,7 @@ class _BatchedExperts:
     ) -> tuple[Shape, Shape, Shape, torch.dtype]:
         """vLLM's shapes of workspace13, workspace2 and the output, and their dtype; `apply` needs the output alone.
 
-        Args: a: [T, H], for its dtype. N, K: 2I and H. The others are not read.
-        Errors: ValueError for another `a`. Local.
+        Args: a: [T, H], for its dtype. N, K: 2I and H. The others are not read. Errors: ValueError for another `a`.
         """
         del aq, M, topk, global_num_experts
         if a.dim() != 2:
@@ -250,7 +232,12 @@ class BatchedCall(NamedTuple):
     expected_rows: int
 
     @property
-    def kind(self) -> ActivationConfig:
+    def kind(self) -> str:
+        """The flag, in errors."""
+        return self.flag or "no use_* flag"
+
+    @property
+    def between(self) -> ActivationConfig:
         """What lies between the GEMMs. Errors: ValueError for another name."""
         if self.activation not in _ACTIVATIONS:
             raise ValueError(f"activation ({self.activation!r}) is not one of {', '.join(_ACTIVATIONS)}")
@@ -266,13 +253,12 @@ def _unrounded(scheme: QuantScheme) -> QuantScheme:
 
 
 def _static(call: BatchedCall, rows: RowFormat, experts: int) -> torch.Tensor | None:
-    """The static scale of the intermediate, for each expert."""
+    """The static scale of the intermediate, of each expert."""
     scale = call.a2_scale
     if scale is None or call.naive:
         return None
     if rows.per != "tensor":
-        what = call.flag or "no use_* flag"
-        raise ValueError(f"a2_scale is given; {what} with scales per {rows.per} takes none")
+        raise ValueError(f"a2_scale is given; {call.kind} with scales per {rows.per} takes none")
     if scale.dtype != torch.float32 or scale.numel() not in (1, experts):
         raise ValueError(f"a2_scale is {tuple(scale.shape)} {scale.dtype}; 1 or {experts} float32 numbers needed")
     return scale.detach().reshape(-1).expand(experts).contiguous()
@@ -280,7 +266,7 @@ def _static(call: BatchedCall, rows: RowFormat, experts: int) -> torch.Tensor | 
 
 def _weights(call: BatchedCall, rows: RowFormat, scheme: QuantScheme) -> ExpertWeights:
     """The weights of a call, checked. Errors: ValueError. Local."""
-    experts, hidden, halves = call.w1.shape[0], call.output.shape[2], 1 + call.kind.kind.gated
+    experts, hidden, halves = call.w1.shape[0], call.output.shape[2], 1 + call.between.kind.gated
     intermediate, odd = divmod(call.w1.shape[1], halves)
     if odd or call.w1.dim() != 3:
         raise ValueError(f"w1 is {tuple(call.w1.shape)}; [experts, {halves} * intermediate, hidden] needed")
@@ -293,10 +279,7 @@ def _weights(call: BatchedCall, rows: RowFormat, scheme: QuantScheme) -> ExpertW
 
 
 class _Plan:
-    """The launches of a call that has returned, for calls that differ from it in addresses and values alone.
-
-    Args: call: of the experts, with `weights`. row_start: [E] int32. scale: the caller's of the intermediate.
-    """
+    """The launches of a call that has returned, for calls that differ from it in addresses and values alone."""
 
     def __init__(
         self, call: "RepeatedCall", weights: ExpertWeights, row_start: torch.Tensor, scale: torch.Tensor | None
@@ -331,33 +314,27 @@ class _Plan:
 
 def _first(call: BatchedCall) -> tuple[torch.Tensor, _Plan | None]:
     """The call, checked. Errors: ValueError. Local."""
-    x, output = call.hidden_states, call.output
-    experts = call.w1.shape[0]
-    if output.dim() != 3 or output.shape[0] != experts or output.dtype not in DTYPES.values():
+    x, output, num_experts = call.hidden_states, call.output, call.w1.shape[0]
+    if output.dim() != 3 or output.shape[0] != num_experts or output.dtype not in DTYPES.values():
         found = f"{tuple(output.shape)} {output.dtype}"
-        raise ValueError(f"output is {found}; [{experts}, rows, hidden] of {', '.join(DTYPES)} needed")
-    if call.expert_num_tokens.dim() != 1 or call.expert_num_tokens.shape[0] < experts:
-        raise ValueError(f"expert_num_tokens is {tuple(call.expert_num_tokens.shape)}; at least [{experts}] needed")
+        raise ValueError(f"output is {found}; [{num_experts}, rows, hidden] of {', '.join(DTYPES)} needed")
+    check_counts(call.expert_num_tokens, num_experts)
     scaled = {"use_fp8_w8a8": torch.float8_e4m3fn, "use_int8_w8a8": torch.int8}.get(call.flag or "")
     rows = RowFormat.of(scaled, call.per_act_token_quant and scaled is not None, call.block_shape)
     needed = rows.dtype or output.dtype
     if x.shape != output.shape or x.dtype != needed:
-        what = call.flag or "no use_* flag"
-        raise ValueError(
-            f"hidden_states are {tuple(x.shape)} {x.dtype}; {tuple(output.shape)} {needed} needed with {what}"
-        )
-    height = x.shape[1]
-    scale = None
+        found = f"{tuple(x.shape)} {x.dtype}"
+        raise ValueError(f"hidden_states are {found}; {tuple(output.shape)} {needed} needed with {call.kind}")
+    height, scale = x.shape[1], None
     if scaled is not None:
-        scale = row_scales(call.a1q_scale, "a1q_scale", (experts, height, rows.groups(x.shape[2])), rows.per)
+        scale = row_scales(call.a1q_scale, "a1q_scale", (num_experts, height, rows.groups(x.shape[2])), rows.per)
     elif call.a1q_scale is not None:
-        raise ValueError(f"a1q_scale is given, {call.flag or 'no use_* flag'} takes none")
-    activation = call.kind
-    weights_given = GivenWeight.of(call, "w1"), GivenWeight.of(call, "w2")
-    scheme = scheme_of(call.flag, rows, call.block_shape, *weights_given)
+        raise ValueError(f"a1q_scale is given, {call.kind} takes none")
+    activation, stored = call.between, (GivenWeight.of(call, "w1"), GivenWeight.of(call, "w2"))
+    scheme = scheme_of(call.flag, rows, call.block_shape, *stored)
     scheme = _unrounded(scheme) if call.naive else scheme
     make = functools.partial(_weights, call, rows, scheme)
-    views = all(is_view(given, scheme) for given in weights_given)
+    views = all(is_view(given, scheme) for given in stored)
     if call.a2_scale is None and views:
         weights = _OPERATION.made(call, make, scheme.name, output.shape[2], output.dtype, call.activation)
     else:
@@ -367,21 +344,18 @@ def _first(call: BatchedCall) -> tuple[torch.Tensor, _Plan | None]:
         scale=scale,
         scheme=scheme,
         dtype=output.dtype,
-        expert_row_start=multiples(height, experts, x.device),
-        expert_num_tokens=call.expert_num_tokens[:experts].to(torch.int32),
+        expert_row_start=multiples(height, num_experts, x.device),
+        expert_num_tokens=call.expert_num_tokens[:num_experts].to(torch.int32),
         row_index=None,
         expected_rows=min(call.expected_rows, max(height, 1)),
     )
-    own: Experts
     if call.naive:
-        every_row = output.is_cuda and torch.cuda.is_current_stream_capturing()
-        own = ReferenceExperts(activation, every_row=every_row)
-    else:
-        own = experts_for(activation, scheme, x.device)
-    own(batch, weights, out=output)
-    if call.naive or not views or isinstance(own, ReferenceExperts):
+        ReferenceExperts(activation, every_row=capturing(output.device))(batch, weights, out=output)
         return output, None
-    return output, _Plan.of(call, batch, weights, own)
+    experts = experts_for(activation, scheme, x.device)
+    experts(batch, weights, out=output)
+    reference = not views or isinstance(experts, ReferenceExperts)
+    return output, None if reference else _Plan.of(call, batch, weights, experts)
 
 
 _OPERATION = Operation("batched_experts", BatchedCall, _first, launch=_Plan.launch, result="output")

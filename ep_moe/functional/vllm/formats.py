@@ -8,7 +8,6 @@ import dataclasses
 import enum
 import functools
 import math
-from typing import Any
 
 import torch
 
@@ -131,12 +130,6 @@ class RowFormat:
             raise ValueError(f"block_shape ({block_shape}) is not [rows, columns], both at least 1")
         return cls(dtype=dtype, per="group", block=(block_shape[0], block_shape[1]))
 
-    @classmethod
-    def of_config(cls, quant_config: Any) -> "RowFormat":
-        """The same of a config of vLLM's or ours."""
-        config = quant_config
-        return cls.of(config.quant_dtype, bool(config.per_act_token_quant), config.block_shape)
-
     def groups(self, width: int) -> int:
         """Scales of a row of `width` columns."""
         return 1 if self.block is None else math.ceil(width / self.block[1])
@@ -192,6 +185,19 @@ def scheme_of(flag: str | None, rows: RowFormat, block_shape: list[int] | None, 
             raise ValueError(f"{given.zero_name} is given, {flag} takes none")
     assert first.scale is not None
     return rows.scheme("tensor" if first.scale.numel() == first.values.shape[0] else "channel")
+
+
+def check_counts(expert_num_tokens: torch.Tensor, experts: int) -> None:
+    """Raise ValueError unless there is a count for each expert. Local."""
+    if expert_num_tokens.dim() != 1 or expert_num_tokens.shape[0] < experts:
+        raise ValueError(f"expert_num_tokens is {tuple(expert_num_tokens.shape)}; at least [{experts}] needed")
+
+
+def check_least(**numbers: tuple[int, int]) -> None:
+    """Raise ValueError for a number that is less than the second of its pair. Local."""
+    for name, (number, least) in numbers.items():
+        if number < least:
+            raise ValueError(f"{name} ({number}) must be at least {least}")
 
 
 def row_scales(scale: torch.Tensor | None, name: str, needed: tuple[int, int, int], per: str) -> torch.Tensor:

@@ -13,7 +13,7 @@ from ep_moe.functional.call import Operation, Written
 from ep_moe.functional.formats import GivenWeight, is_view, matrix_of
 from ep_moe.functional.plans import multiples, quotients
 from ep_moe.functional.sglang.configs import tiles_of
-from ep_moe.functional.vllm.formats import RowFormat, flags_of, row_scales, scheme_of, used_flag
+from ep_moe.functional.vllm.formats import RowFormat, check_counts, flags_of, row_scales, scheme_of, used_flag
 from ep_moe.functional.vllm.quantize import no_token
 from ep_moe.local_moe.row_gemm import RowLists, by_kernels, gemm_by_kernels, gemm_rows
 from ep_moe.quant import Quantized
@@ -107,13 +107,10 @@ def _first(call: GemmCall) -> tuple[torch.Tensor, _Plan | None]:
     """The call, checked. Errors: ValueError. Local."""
     A, B, C = call.A, call.B, call.C  # noqa: N806
     if A.dim() != 3 or C.dim() != 3 or A.shape[:2] != C.shape[:2] or C.shape[2] != B.shape[1]:
-        raise ValueError(
-            f"A is {tuple(A.shape)}, B {tuple(B.shape)}, C {tuple(C.shape)}; [E, rows, K], [E, N, K] and [E, rows, N] "
-            "needed"
-        )
+        found = f"A is {tuple(A.shape)}, B {tuple(B.shape)}, C {tuple(C.shape)}"
+        raise ValueError(f"{found}; [E, rows, K], [E, N, K] and [E, rows, N] needed")
     experts, height, width = A.shape
-    if call.expert_num_tokens.dim() != 1 or call.expert_num_tokens.shape[0] < experts:
-        raise ValueError(f"expert_num_tokens is {tuple(call.expert_num_tokens.shape)}; at least [{experts}] needed")
+    check_counts(call.expert_num_tokens, experts)
     if C.dtype not in DTYPES.values():
         raise ValueError(f"C is {C.dtype}, not one of {', '.join(DTYPES)}")
     scaled = call.flag == "use_fp8_w8a8" or (call.flag is None and A.dtype == torch.int8)
@@ -145,13 +142,8 @@ def _first(call: GemmCall) -> tuple[torch.Tensor, _Plan | None]:
         target=places,
         expected_rows=max(height, 1),
     )
-    direct = C.is_contiguous() and C.dtype == call.dtype
-    out = (
-        C.view(-1, C.shape[2])
-        if direct
-        else torch.empty(values.shape[0], C.shape[2], dtype=call.dtype, device=C.device)
-    )
-    plan = None
+    direct, plan = C.is_contiguous() and C.dtype == call.dtype, None
+    out = C.view(-1, C.shape[2]) if direct else C.new_empty(values.shape[0], C.shape[2], dtype=call.dtype)
     if by_kernels(A.device, scheme) and values.numel() and out.numel():
         launches = gemm_by_kernels(x, lists, matrix, scheme, bias=None, out=out, tiles=tiles)
         read = values.data_ptr() == A.data_ptr()

@@ -10,7 +10,7 @@ import torch
 from ep_moe.config import DTYPES, Layout
 from ep_moe.functional.call import Operation, Written
 from ep_moe.functional.common import check_like, mapped_ids
-from ep_moe.functional.vllm.formats import FusedMoEActivationFormat, RowFormat
+from ep_moe.functional.vllm.formats import FusedMoEActivationFormat, RowFormat, check_least
 from ep_moe.functional.vllm.quantize import QuantizeCall, divided, no_token, quantize_batched
 from ep_moe.layout import TokenRows, merge_repeats, pack, weighted_sum
 from ep_moe.quant import as_bytes, get_scheme, quantize
@@ -30,23 +30,14 @@ class BatchedPrepareAndFinalize:
     Errors: ValueError for sizes below 1 and a negative rank.
     """
 
+    activation_format = FusedMoEActivationFormat.BatchedExperts
+
     def __init__(self, max_num_tokens: int, num_local_experts: int, num_dispatchers: int, rank: int) -> None:
-        for name, number, least in (
-            ("max_num_tokens", max_num_tokens, 1),
-            ("num_local_experts", num_local_experts, 1),
-            ("num_dispatchers", num_dispatchers, 1),
-            ("rank", rank, 0),
-        ):
-            if number < least:
-                raise ValueError(f"{name} ({number}) must be at least {least}")
+        check_least(max_num_tokens=(max_num_tokens, 1), num_local_experts=(num_local_experts, 1))
+        check_least(num_dispatchers=(num_dispatchers, 1), rank=(rank, 0))
         self.max_num_tokens, self.num_local_experts, self.rank = max_num_tokens, num_local_experts, rank
         self.num_dispatchers_ = num_dispatchers
         self._expert_map: torch.Tensor | None = None
-
-    @property
-    def activation_format(self) -> FusedMoEActivationFormat:
-        """BatchedExperts."""
-        return FusedMoEActivationFormat.BatchedExperts
 
     def max_num_tokens_per_rank(self) -> int | None:
         """C."""
@@ -91,25 +82,13 @@ class BatchedPrepareAndFinalize:
         Local, on the current stream. On a GPU no host sync, safe in CUDA graphs; an operator under torch.compile.
         """
         del a2_scale
-        rows = RowFormat.of_config(quant_config)
-        call = PrepareCall(
-            a1,
-            getattr(quant_config, "a1_scale", None) if a1_scale is None else a1_scale,
-            topk_weights,
-            topk_ids,
-            num_experts,
-            expert_map,
-            apply_router_weight_on_input,
-            rows.dtype,
-            rows.per == "token",
-            None if rows.block is None else list(rows.block),
-            self.max_num_tokens,
-            self.num_local_experts,
-            self.rank * self.num_local_experts,
-        )
+        scale = getattr(quant_config, "a1_scale", None) if a1_scale is None else a1_scale
+        dtype, per_token, block = quant_config.quant_dtype, quant_config.per_act_token_quant, quant_config.block_shape
+        routed = topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input
+        own = self.max_num_tokens, self.num_local_experts, self.rank * self.num_local_experts
         self._expert_map = expert_map
-        packed, scale, counts = _PREPARE(call)
-        return packed, None if rows.dtype is None else scale, counts, None, None
+        packed, scale, counts = _PREPARE(PrepareCall(a1, scale, *routed, dtype, bool(per_token), block, *own))
+        return packed, None if dtype is None else scale, counts, None, None
 
     def finalize(
         self,
@@ -263,7 +242,7 @@ def _by_row(token_to_row: torch.Tensor, values: torch.Tensor, experts: int, heig
 
 
 def _static_of_rows(call: PrepareCall, token_to_row: torch.Tensor, experts: int, height: int) -> torch.Tensor:
-    """The static scale as `quantize_batched` takes it: that of each row, 1 where there is none."""
+    """The static scale of each row, 1 where there is none, or the one of all."""
     assert call.a1_scale is not None
     if call.rows.per == "tensor":
         return call.a1_scale

@@ -9,7 +9,7 @@ import torch
 
 from ep_moe.config import DTYPES
 from ep_moe.functional.call import Operation
-from ep_moe.functional.vllm.formats import RowFormat
+from ep_moe.functional.vllm.formats import RowFormat, check_counts
 from ep_moe.quant import quantize, quantize_weight
 from ep_moe.quant.scaled import LARGEST
 
@@ -46,8 +46,7 @@ def batched_moe_kernel_quantize_input(
         return A, None if A_scale is None else normalized(A_scale, "A_scale", E)
     if A.dtype not in DTYPES.values():
         raise ValueError(f"A is {A.dtype}, not one of {', '.join(DTYPES)}")
-    if expert_num_tokens.dim() != 1 or expert_num_tokens.shape[0] < E:
-        raise ValueError(f"expert_num_tokens is {tuple(expert_num_tokens.shape)}; at least [{E}] needed")
+    check_counts(expert_num_tokens, E)
     if A_scale is not None and rows.per == "group":
         raise ValueError(f"A_scale is given, block_shape ({block_shape}) scales groups as they come")
     return _OPERATION(QuantizeCall(A, A_scale, expert_num_tokens, qtype, per_act_token_quant, block_shape))
