@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.sglang_oracle import (
+from helpers.experts_oracle import (
     EXPERTS,
     FORMATS,
     HIDDEN,
@@ -26,7 +26,7 @@ from helpers.sglang_oracle import (
     made,
     rounded,
 )
-from helpers.sglang_oracle import check as within
+from helpers.experts_oracle import check as within
 
 from ep_moe.engines.sglang.parameters import activation_of
 from ep_moe.functional import sglang

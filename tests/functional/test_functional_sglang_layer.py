@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import fp4_oracle
-from helpers.sglang_oracle import LIMITS, LLAMA, activated, check, generator, load, ranks, rounded, same, tensors_of
+from helpers.experts_oracle import LIMITS, LLAMA, activated, check, generator, load, ranks, rounded, same, tensors_of
 from safetensors.torch import save_file
 
 from ep_moe.functional.sglang import (

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.quantized_layouts import EXPERTS, GROUP, HIDDEN, INTERMEDIATE, LAYOUTS, ActOrder, base, layer_of, write
-from helpers.sglang_oracle import load, ranks, same
+from helpers.experts_oracle import load, ranks, same
 from safetensors.torch import load_file, save_file
 
 from ep_moe.functional.sglang import FusedMoE, StandardTopKOutput

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.sglang_oracle import (
+from helpers.experts_oracle import (
     EXPERTS,
     HIDDEN,
     INNER,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
-from helpers.sglang_oracle import (
+from helpers.experts_oracle import (
     EXPERTS,
     HIDDEN,
     INNER,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.sglang_oracle import EXPERTS, FORMATS, HIDDEN, INNER, TOKENS, TOPK, check, generator, made
+from helpers.experts_oracle import EXPERTS, FORMATS, HIDDEN, INNER, TOKENS, TOPK, check, generator, made
 
 from ep_moe.functional.sglang import (
     FusedMoE,
