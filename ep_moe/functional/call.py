@@ -255,9 +255,8 @@ def with_arguments(
     whole, part = listed == list(known), set(listed) <= set(known)
 
     def turn(function: Callable[[Any], Returned]) -> Callable[..., Returned]:
-        arguments: Any = fields
-        if not whole:
-            arguments = collections.namedtuple(function.__name__, listed, defaults=values)  # type: ignore[misc]
+        own = fields if whole else collections.namedtuple(function.__name__, listed, defaults=values)  # type: ignore[misc]
+        arguments: Any = own
 
         def call(*given: Any, **by_name: Any) -> Returned:
             if len(given) > most:

@@ -6,25 +6,28 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.calls import moved
 from helpers.threads import one_thread  # noqa: F401 - a fixture
 from interpreted.common import CAN_RUN, DEVICE, INTERPRETING
 
-WRITTEN = ("output", "routing_replay_out")
+WRITTEN = ("output", "routing_replay_out", "C")
 BY_KERNELS = [pytest.mark.gpu, pytest.mark.skipif(not CAN_RUN, reason="needs a GPU or Triton's interpreter")]
 
 
 def call_on_device(call: Callable[..., Any], **given: Any) -> Any:
-    """A call on tensors moved to the device, with results and written arguments in the caller's memory."""
-    moved = {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
-    found = call(**moved)
+    """A call on arguments moved to the device, with results and written arguments in the caller's memory."""
+    there = moved(given, DEVICE)
+    found = call(**there)
     for name in WRITTEN:
         if isinstance(given.get(name), torch.Tensor):
-            given[name].copy_(moved[name])
+            given[name].copy_(there[name])
 
     def back(result: torch.Tensor) -> torch.Tensor:
-        return next((given[name] for name in WRITTEN if moved.get(name) is result), result.cpu())
+        return next((given[name] for name in WRITTEN if there.get(name) is result), result.cpu())
 
-    return back(found) if isinstance(found, torch.Tensor) else [back(result) for result in found]
+    if found is None or isinstance(found, torch.Tensor):
+        return None if found is None else back(found)
+    return [back(result) for result in found]
 
 
 @pytest.fixture(params=["torch", pytest.param("kernels", marks=BY_KERNELS)])

@@ -9,7 +9,19 @@ from typing import Any
 import pytest
 import torch
 from helpers import fp4_oracle
-from helpers.experts_oracle import LIMITS, LLAMA, activated, check, generator, load, ranks, rounded, same, tensors_of
+from helpers.calls import assert_compiles
+from helpers.experts_oracle import (
+    LIMITS,
+    LLAMA,
+    check,
+    expert_rows,
+    generator,
+    load,
+    ranks,
+    routed_rows,
+    same,
+    tensors_of,
+)
 from safetensors.torch import save_file
 
 from ep_moe.functional.sglang import (
@@ -227,27 +239,18 @@ def loaded(plain: Path, **options: Any) -> FusedMoE:
 
 
 def summed(plain: Path, x: torch.Tensor, output: StandardTopKOutput, layer: FusedMoE, **how: Any) -> torch.Tensor:
-    """[T, K, H], by a loop over pairs and the checkpoint's own tensors."""
-    tensors, out = tensors_of(plain), torch.zeros(TOKENS, TOPK, HIDDEN, dtype=torch.float64)
-    for token in range(TOKENS):
-        for column in range(TOPK):
-            expert = int(output.topk_ids[token, column])
-            if expert < 0:
-                continue
-            gate_w, down, up_w = (tensors[f"{PREFIX}.{expert}.{name}.weight"].double() for name in LLAMA)
-            weight, row = float(output.topk_weights[token, column]), x[token].double()
-            gate, up = gate_w @ row, up_w @ row
-            if how.get("on_input"):
-                gate, up = gate * weight, up * weight
-            if how.get("with_bias"):
-                gate_b, up_b = layer.w13_weight_bias[expert].double().chunk(2)
-                gate, up = gate + gate_b, up + up_b
-            inner = activated(torch.cat([gate, up])[None], **how, gate_up_interleaved=False)[0]
-            result = down @ rounded(inner, "bfloat16")
-            if how.get("with_bias"):
-                result = result + layer.w2_weight_bias[expert].double()
-            out[token, column] = result * (1.0 if how.get("on_input") or how.get("unweighted") else weight)
-    return out
+    """[T, K, H], from the checkpoint's own tensors."""
+    tensors = tensors_of(plain)
+
+    def expert(number: int, rows: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
+        gate, down, up = (tensors[f"{PREFIX}.{number}.{name}.weight"] for name in LLAMA)
+        biases = (layer.w13_weight_bias[number], layer.w2_weight_bias[number]) if how.get("with_bias") else (None, None)
+        options = {**how, "biases": biases, "factors": factors, "gate_up_interleaved": False}
+        return expert_rows(rows, torch.cat([gate, up]), down, **options)
+
+    weighted = not how.get("unweighted")
+    routed, on_input = (output.topk_ids, output.topk_weights), how.get("on_input", False)
+    return routed_rows(x, *routed, expert, EXPERTS, on_input=on_input, weighted=weighted)
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, factor: float = 1.0) -> None:
@@ -470,8 +473,7 @@ def test_compiled_into_one_graph(plain: Path) -> None:
         def call(x: torch.Tensor) -> torch.Tensor:
             return layer(x * 2, StandardTopKOutput(output.topk_weights * 1.5, output.topk_ids, None)) + 1  # noqa: B023
 
-        found = torch.compile(call, backend="aot_eager", fullgraph=True)(x)
-        assert torch.equal(found, call(x))
+        assert_compiles(call, x)
 
 
 def test_fp4_by_flashinfers_call(plain: Path, tmp_path: Path) -> None:
@@ -500,18 +502,16 @@ def test_fp4_by_flashinfers_call(plain: Path, tmp_path: Path) -> None:
         ids = (scores + (0 if options.correction_bias is None else bias)).topk(TOPK)[1]
         weights = scores.gather(1, ids)
         weights = 2.5 * weights / weights.sum(1, keepdim=True)
-        expected = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
-        for token in range(TOKENS):
-            for column in range(TOPK):
-                real = []
-                for name in LLAMA:
-                    base = f"{PREFIX}.{int(ids[token, column])}.{name}.weight"
-                    scale = tensors[f"{base}_scale"].view(torch.uint8)
-                    matrix = fp4_oracle.real(tensors[base], scale, "nvfp4")
-                    real.append(matrix * tensors[f"{base}_scale_2"].double())
-                gate, up = real[0] @ x[token].double(), real[2] @ x[token].double()
-                inner = rounded(up * gate / (1 + torch.exp(-gate)), "bfloat16")
-                expected[token] += weights[token, column].double() * (real[1] @ inner)
+
+        def expert(number: int, rows: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
+            real = []
+            for name in LLAMA:
+                base = f"{PREFIX}.{number}.{name}.weight"
+                matrix = fp4_oracle.real(tensors[base], tensors[f"{base}_scale"].view(torch.uint8), "nvfp4")
+                real.append(matrix * tensors[f"{base}_scale_2"].double())
+            return expert_rows(rows, torch.cat([real[0], real[2]]), real[1], factors=factors)
+
+        expected = routed_rows(x, ids, weights, expert, EXPERTS).sum(1)
         found = layer(x, BypassedTopKOutput(x, logits, options))
         close(found, expected)
         assert found is not x

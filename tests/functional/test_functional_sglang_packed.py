@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.experts_oracle import expert_rows, load, ranks, routed_rows, same
 from helpers.quantized_layouts import EXPERTS, GROUP, HIDDEN, INTERMEDIATE, LAYOUTS, ActOrder, base, layer_of, write
-from helpers.experts_oracle import load, ranks, same
 from safetensors.torch import load_file, save_file
 
 from ep_moe.functional.sglang import FusedMoE, StandardTopKOutput
@@ -35,15 +35,12 @@ def routed() -> tuple[torch.Tensor, StandardTopKOutput]:
 
 
 def summed(real: dict[str, torch.Tensor], x: torch.Tensor, output: StandardTopKOutput) -> torch.Tensor:
-    """The weighted sums, by a loop over pairs and the real numbers that were written."""
-    out = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
-    for token in range(TOKENS):
-        for column in range(TOPK):
-            w13, w2 = (part.double() for part in layer_of(real, int(output.topk_ids[token, column])))
-            gate, up = (w13 @ x[token].double()).chunk(2)
-            inner = (up * gate * torch.sigmoid(gate)).bfloat16().double()
-            out[token] += float(output.topk_weights[token, column]) * (w2 @ inner)
-    return out
+    """The weighted sums, of the real numbers that were written."""
+
+    def expert(number: int, rows: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
+        return expert_rows(rows, *layer_of(real, number), factors=factors)
+
+    return routed_rows(x, output.topk_ids, output.topk_weights, expert, EXPERTS).sum(1)
 
 
 @pytest.mark.parametrize("name", PACKED)

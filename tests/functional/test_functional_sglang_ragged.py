@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.calls import assert_compiles
 from helpers.experts_oracle import (
     EXPERTS,
     HIDDEN,
@@ -14,10 +15,11 @@ from helpers.experts_oracle import (
     ROUNDED_LIMIT,
     TOKENS,
     TOPK,
-    activated,
     check,
+    expert_rows,
     generator,
     rounded,
+    routed_rows,
 )
 
 from ep_moe.functional.sglang import (
@@ -73,48 +75,43 @@ def layer(seed: int = 3) -> Layer:
 
 
 def rows(made: Layer, w1: torch.Tensor, w2: torch.Tensor, **how: Any) -> torch.Tensor:
-    """Loop over experts: gather, both GEMMs, scatter."""
+    """The rows [G, H] of all places, each at the row that it has."""
     data, gather, scatter, gates, _ = how.get("routing", made.routing)
-    ends, kind = data.slice_sizes.cumsum(0).tolist(), how.get("kind", "bfloat16")
-    out = torch.zeros(len(gather), HIDDEN, dtype=torch.float64)
-    for expert, (first, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
-        mapped = expert if how.get("expert_map") is None else int(how["expert_map"][expert])
-        if mapped < 0:
-            continue
-        place = torch.arange(first, end)
-        target = place if scatter is None else scatter[first:end].long()
-        token = gather[first:end].long()
-        there = (token >= 0) & (token < TOKENS) & (target >= 0) & (target < len(out))
-        sums = rounded(made.x.double(), kind)[token[there]] @ w1[mapped]
-        factors = gates[place[there], None].double()
-        if how.get("on_input"):
-            sums = sums * factors
-        if how.get("bias"):
-            b1 = how["bias"][0]
-            sums = sums if b1 is None else sums + b1[mapped].double()
-            inner = activated(sums, gemm1_alpha=ALPHA, gemm1_limit=LIMIT)
-        else:
-            inner = activated(sums, activation=how.get("activation", "silu"))
-        result = rounded(inner, kind) @ w2[mapped]
-        if how.get("bias"):
-            result = result + how["bias"][1][mapped].double()
-        result = result * (1 if how.get("on_input") else factors)
-        out[target[there]] = result
-    return out
+    count, kind, biases = len(gather), how.get("kind", "bfloat16"), how.get("bias")
+    expert = torch.full((count,), -1).long()
+    listed = torch.arange(EXPERTS).repeat_interleave(data.slice_sizes.long())
+    expert[: len(listed)] = listed if how.get("expert_map") is None else how["expert_map"][listed].long()
+    target, token = torch.arange(count) if scatter is None else scatter.long(), gather.long()
+    there = (token >= 0) & (token < TOKENS) & (target >= 0) & (target < count)
+    options = {"activation": how.get("activation", "silu")}
+    if biases is not None:
+        options = {"gemm1_alpha": ALPHA, "gemm1_limit": LIMIT}
+
+    def one(number: int, x: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
+        own = tuple(None if bias is None else bias[number] for bias in biases or (None, None))
+        return expert_rows(x, w1[number].T, w2[number].T, kind, biases=own, factors=factors, **options)
+
+    x, ids = rounded(made.x.double(), kind)[token.clamp(0, TOKENS - 1)], torch.where(there, expert, -1)[:, None]
+    found = routed_rows(x, ids, gates[:, None], one, EXPERTS, on_input=how.get("on_input", False))
+    out = torch.zeros(count + 1, HIDDEN, dtype=torch.float64)
+    out[torch.where(there, target, count)] = found[:, 0]
+    return out[:-1]
 
 
 @pytest.mark.parametrize("on_input", [False, True], ids=["", "on_input"])
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_fused_experts(activation: str, on_input: bool) -> None:
+def test_fused_experts(activation: str, on_input: bool, run: Any) -> None:
     made = layer()
+    given = {"hidden_states": made.x, **made.routing._asdict()}
     expected = rows(made, made.w1.double(), made.w2.double(), activation=activation, on_input=on_input)
     flags = {"activation": activation, "apply_router_weight_on_input": on_input}
     limit = LIMITS[torch.bfloat16] * (2 if on_input else 1)  # tokens are rounded once more
-    found = triton_kernel_fused_experts(made.x, made.w1, made.w2, *made.routing, **flags)
+    found = run(triton_kernel_fused_experts, w1=made.w1, w2=made.w2, **given, **flags)
     assert found.dtype == torch.bfloat16
     check(found, expected, limit)
     turned = [w.transpose(1, 2).contiguous().transpose(1, 2) for w in (made.w1, made.w2)]
-    assert torch.equal(triton_kernel_fused_experts(made.x, *turned, *made.routing, **flags), found)
+    assert torch.equal(run(triton_kernel_fused_experts, w1=turned[0], w2=turned[1], **given, **flags), found)
+    found = triton_kernel_fused_experts(made.x, *turned, *made.routing, **flags)
     config = MoeRunnerConfig(activation=activation)
     again = triton_kernel_moe_forward(made.x, *turned, made.routing, config, apply_router_weight_on_input=on_input)
     assert torch.equal(again, found)
@@ -190,7 +187,7 @@ class StridedLayout:
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["tensors", "wrapped"])
-def test_mxfp4(wrapped: bool) -> None:
+def test_mxfp4(wrapped: bool, run: Any) -> None:
     made = layer()
     b1, b2 = biased(made)
     packed = [quantize(w, "mx4", "cpu", swizzle_mx_scale=False) for w in (made.w1, made.w2)]
@@ -207,10 +204,10 @@ def test_mxfp4(wrapped: bool) -> None:
         wrap = lambda data: SimpleNamespace(storage=SimpleNamespace(data=data, layout=StridedLayout()))  # noqa: E731
         w1, w2 = wrap(w1), wrap(w2)
         pcgs = [SimpleNamespace(b_mx_scale=wrap(context.b_mx_scale)) for context in pcgs]
-    found = triton_kernel_fused_experts_with_bias(
-        made.x, w1, pcgs[0], b1, w2, pcgs[1], b2, *made.routing, gemm1_alpha=ALPHA, gemm1_clamp_limit=LIMIT
-    )
-    check(found, rows(made, *real, bias=(b1, b2)))
+    given = {"w1": w1, "w1_pcg": pcgs[0], "b1": b1, "w2": w2, "w2_pcg": pcgs[1], "b2": b2, **made.routing._asdict()}
+    given |= {"hidden_states": made.x, "gemm1_alpha": ALPHA, "gemm1_clamp_limit": LIMIT}
+    call = triton_kernel_fused_experts_with_bias
+    check(call(**given) if wrapped else run(call, **given), rows(made, *real, bias=(b1, b2)))
 
 
 def test_quantize() -> None:
@@ -244,8 +241,7 @@ def test_compiled_into_one_graph() -> None:
     def call(x: torch.Tensor) -> torch.Tensor:
         return triton_kernel_fused_experts(x * 2, made.w1, made.w2, *routing) + 1
 
-    found = torch.compile(call, backend="aot_eager", fullgraph=True)(made.x)
-    assert torch.equal(found, call(made.x))
+    assert_compiles(call, made.x)
 
 
 def swizzled(data: torch.Tensor) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
+from helpers.calls import assert_compiles, assert_named, moved
 from helpers.experts_oracle import (
     EXPERTS,
     HIDDEN,
@@ -22,11 +23,12 @@ from helpers.experts_oracle import (
     TOPK,
     Format,
     Matrix,
-    activated,
+    expert_rows,
     flags,
     generator,
     made,
     rounded,
+    routed_rows,
 )
 
 from ep_moe.functional.vllm import (
@@ -135,12 +137,13 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {  # by vLLM's names, as SGLang's argum
 
 def expected(batch: Batch, w1: Matrix, w2: Matrix, form: Format, dtype: torch.dtype, **more: Any) -> list[torch.Tensor]:
     """The outputs of each expert's tokens, one [n, H] for each expert."""
-    how, outputs = str(dtype).removeprefix("torch.") if form.rows == "none" or more.get("naive") else form.rows, []
+    how, static = str(dtype).removeprefix("torch.") if form.rows == "none" or more.get("naive") else form.rows, None
+    outputs, options = [], ACTIVATIONS[more.get("activation", "silu")]
     for expert, count in enumerate(COUNTS):
-        inner = activated(batch.real[expert, :count] @ w1.real[expert].T, **ACTIVATIONS[more.get("activation", "silu")])
-        static = more.get("static")
-        own = None if static is None else float(static.reshape(-1)[expert % static.numel()])
-        outputs.append((rounded(inner, how, own) if count else inner) @ w2.real[expert].T)
+        if more.get("static") is not None:
+            static = float(more["static"].reshape(-1)[expert % more["static"].numel()])
+        x, matrices = batch.real[expert, : max(count, 1)], (w1.real[expert], w2.real[expert])
+        outputs.append(expert_rows(x, *matrices, how, static=static, **options)[:count])
     return outputs
 
 
@@ -469,6 +472,7 @@ def test_an_expert_twice_is_one_row() -> None:
 def test_ranks_add_up_to_a_layer(name: str) -> None:
     """All parts together, over two ranks, against every token by itself."""
     form, dtype = FORMS[name], torch.bfloat16
+    how = "bfloat16" if form.rows == "none" else form.rows
     a1, weights, ids = routing()
     total, wanted = torch.zeros(TOKENS, HIDDEN), torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
     for rank in range(2):
@@ -490,12 +494,11 @@ def test_ranks_add_up_to_a_layer(name: str) -> None:
         output = torch.empty(TOKENS, HIDDEN, dtype=dtype)
         exchange.finalize(output, y, weights, ids, False)
         total += output.float()
-        for own in range(EXPERTS):
-            token, column = own_rows(ids, own, None, rank)
-            if len(token):
-                how = "bfloat16" if form.rows == "none" else form.rows
-                inner = activated(rounded(a1[token].double(), how) @ w1.real[own].T)
-                wanted[token] += rounded(inner, how) @ w2.real[own].T * weights[token, column, None].double()
+
+        def expert(own: int, rows: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
+            return expert_rows(rounded(rows.double(), how), w1.real[own], w2.real[own], how, factors=factors)  # noqa: B023
+
+        wanted += routed_rows(a1, ids - rank * EXPERTS, weights, expert, EXPERTS).sum(1)
     busy = (wanted != 0).any(1)
     assert float(worst_row_error(total[busy], wanted[busy])) < ROUNDED_LIMIT
 
@@ -527,9 +530,7 @@ BAD: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 def test_bad_arguments_are_named(name: str) -> None:
     form, changes, words = BAD[name]
     given, *_ = apply_arguments(FORMS[form], torch.bfloat16)
-    with pytest.raises(ValueError) as caught:
-        BatchedTritonExperts(HEIGHT, 1, **FORMS[form].flags).apply(**given | changes)
-    assert [word for word in words if word not in str(caught.value)] == []
+    assert_named(words, BatchedTritonExperts(HEIGHT, 1, **FORMS[form].flags).apply, **given | changes)
 
 
 def test_bad_arguments_of_the_others_are_named() -> None:
@@ -630,8 +631,7 @@ def layer(form: Format, device: str = "cpu", naive: bool = False) -> tuple[Any, 
 @pytest.mark.parametrize("name", ["none", "fp8 tensor", "fp8 block"])
 def test_compiled_into_one_graph(name: str) -> None:
     run, given = layer(FORMS[name])
-    found = torch.compile(run, backend="aot_eager", fullgraph=True)(*given)
-    assert torch.equal(found, run(*given))
+    assert_compiles(run, *given)
 
 
 @pytest.fixture
@@ -641,13 +641,13 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(globals(), name, size)
 
 
-def on_gpu() -> list[pytest.MarkDecorator]:
+def gpu() -> list[pytest.MarkDecorator]:
     return [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 @pytest.mark.parametrize("naive", [False, True], ids=["kernels", "naive"])
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=on_gpu()) for name in ("none", "fp8 tensor", "fp8 token", "fp8 block")]
+    "name", [pytest.param(name, marks=gpu()) for name in ("none", "fp8 tensor", "fp8 token", "fp8 block")]
 )
 def test_captured_in_a_cuda_graph(name: str, naive: bool, wide: None) -> None:
     """A graph is replayed with other tokens and counts."""
@@ -667,10 +667,10 @@ def test_captured_in_a_cuda_graph(name: str, naive: bool, wide: None) -> None:
     assert float(worst_row_error(output, run(*other))) < ROUNDED_LIMIT
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=on_gpu()) for name in FORMS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=gpu()) for name in FORMS])
 def test_kernels_agree_with_torch(name: str, wide: None) -> None:
     form = FORMS[name]
     given, batch, w1, w2 = apply_arguments(form, torch.bfloat16)
-    moved = {key: value.cuda() if isinstance(value, torch.Tensor) else value for key, value in given.items()}
-    BatchedTritonExperts(HEIGHT, 1, **form.flags).apply(**moved)
-    compare(moved["output"].cpu(), expected(batch, w1, w2, form, torch.bfloat16), limit_of(form, torch.bfloat16))
+    on_gpu = moved(given, "cuda")
+    BatchedTritonExperts(HEIGHT, 1, **form.flags).apply(**on_gpu)
+    compare(on_gpu["output"].cpu(), expected(batch, w1, w2, form, torch.bfloat16), limit_of(form, torch.bfloat16))

@@ -1,8 +1,12 @@
-"""Weights as SGLang stores them, and the numbers that they stand for, from the formats' documentation alone."""
+"""Experts in float64, and weights as SGLang and vLLM store them with the numbers that these stand for.
+
+From the documentation of formats and activations alone.
+"""
 
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +189,49 @@ def activated(sums: torch.Tensor, **options: Any) -> torch.Tensor:
     if name == "gelu_tanh":
         return up * gate * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
     return up * gate * sigmoid(gate)
+
+
+def expert_rows(
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    how: str = "bfloat16",
+    *,
+    static: float | None = None,
+    biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    factors: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """Rows [n, H] of one expert; the intermediate is rounded as `how`, factors [n, 1] multiply the first sums."""
+    sums = x.double() @ w1.double().T
+    sums = sums if biases[0] is None else sums + biases[0].double()
+    inner = activated(sums if factors is None else sums * factors, **options)
+    out = rounded(inner, how, static) @ w2.double().T
+    return out if biases[1] is None else out + biases[1].double()
+
+
+def routed_rows(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    expert: Callable[[int, torch.Tensor, torch.Tensor | None], torch.Tensor],
+    num_experts: int,
+    *,
+    on_input: bool = False,
+    weighted: bool = True,
+) -> torch.Tensor:
+    """The rows [T, K, H] of all pairs of a token and one of the experts, zeros of others; weighted in either place.
+
+    Args: expert: a function of an expert, its rows of x, and what multiplies their first sums.
+    """
+    out = torch.zeros(*ids.shape, x.shape[1], dtype=torch.float64)
+    for number in range(num_experts):
+        token, column = (ids == number).nonzero(as_tuple=True)
+        if len(token):
+            factors = weights[token, column, None].double()
+            rows = expert(number, x[token], factors if on_input else None)
+            out[token, column] = rows * factors if weighted and not on_input else rows
+    return out
 
 
 def flags(**more: Any) -> dict[str, Any]:

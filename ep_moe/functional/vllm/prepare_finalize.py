@@ -294,5 +294,8 @@ def _new_rows(call: PrepareCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     return values, new(scale, dtype=torch.float32), new(call.num_experts, dtype=torch.int32)
 
 
-_PREPARE = Operation("batched_prepare", PrepareCall, _prepare, new=_new_rows, num_results=3)
-_FINALIZE = Operation("batched_finalize", FinalizeCall, _finalize, result="output")
+_Prepared = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_PREPARE: Operation[PrepareCall, _Prepared] = Operation(
+    "batched_prepare", PrepareCall, _prepare, new=_new_rows, num_results=3
+)
+_FINALIZE: Operation[FinalizeCall, None] = Operation("batched_finalize", FinalizeCall, _finalize, result="output")

@@ -119,4 +119,6 @@ def _new_rows(call: QuantizeCall) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(call.A, dtype=call.qtype, memory_format=torch.contiguous_format), scale
 
 
-_OPERATION = Operation("batched_quantize", QuantizeCall, quantize_batched, new=_new_rows, num_results=2)
+_OPERATION: Operation[QuantizeCall, tuple[torch.Tensor, torch.Tensor]] = Operation(
+    "batched_quantize", QuantizeCall, quantize_batched, new=_new_rows, num_results=2
+)
