@@ -30,7 +30,7 @@ from ep_moe.quant import StoredMatrix, get_scheme
 from ep_moe.routing import Routing
 from ep_moe.testing import ROW_ERROR_LIMITS, check_transport, worst_row_error
 from ep_moe.transport import TRANSPORTS, create_transport
-from ep_moe.transport.round_kind import RoundKind
+from ep_moe.transport.base import RoundKind
 from ep_moe.weights import ExpertWeights
 
 NUM_GPUS = num_gpu_ranks()

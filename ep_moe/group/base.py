@@ -1,4 +1,4 @@
-"""`EPGroup`: the ranks of a group, their devices, its collectives and waits; `GroupPart`: some of its ranks."""
+"""`EPGroup`: the ranks of a group, their devices, its collectives and waits."""
 
 import contextlib
 import datetime
@@ -32,6 +32,8 @@ class EPGroup:
         backend: "nccl" or "gloo".
         process_group: for torch.distributed; None in a group made by `single`.
         config: the deadlines.
+        watch: the heartbeats of its ranks; None for a group made by `single`.
+        destroyed: whether `destroy` was called: every call that needs the other ranks raises RuntimeError from then on.
     """
 
     def __init__(
@@ -54,15 +56,13 @@ class EPGroup:
         self.backend = backend or backend_of(device)
         self.config = config
         self.process_group = process_group
-        self._watch = watch
+        self.watch = watch
+        self._parts: dict[tuple[tuple[int, ...], ...], GroupPart] = {}
+        self.destroyed = False
         self._stores = 0
         self._owns_world = owns_world
-        self._destroyed = False
         self._rounds: dict[str, int] = {}
-        self._parts: dict[tuple[tuple[int, ...], ...], EPGroup] = {}
         self._waits = None if watch is None else Waits(watch, backend=self.backend, device=device, config=config)
-        if watch is not None and process_group is not None:
-            watch.serve(process_group, abort_on_failure=self.backend == "nccl")
 
     @classmethod
     def from_env(cls, config: GroupConfig = DEFAULT_CONFIG, device: torch.device | str | None = None) -> "EPGroup":
@@ -105,14 +105,14 @@ class EPGroup:
             local_num_ranks=env.local_world_size,
             node=sum(beat.local_rank == 0 for beat in watch.beats()[: env.rank + 1]) - 1,
         )
-        return cls(
-            place,
-            device=picked,
-            config=config,
-            process_group=dist.group.WORLD,
-            watch=watch,
-            owns_world=True,
-        )
+        return cls._watched(place, watch, device=picked, config=config, process_group=dist.group.WORLD, owns_world=True)
+
+    @classmethod
+    def _watched(cls, place: RankPlace, watch: Watch, *, process_group: Any, **options: Any) -> "EPGroup":
+        """A group whose heartbeats tell of its process group, which is aborted on NCCL when the group fails."""
+        group = cls(place, watch=watch, process_group=process_group, **options)
+        watch.serve(process_group, abort_on_failure=group.backend == "nccl")
+        return group
 
     @classmethod
     def from_process_group(
@@ -155,16 +155,10 @@ class EPGroup:
             local_num_ranks=hosts.count(hosts[rank]),
             node=list(dict.fromkeys(hosts)).index(hosts[rank]),
         )
-        return cls(
-            place,
-            device=picked,
-            config=config,
-            backend=backend,
-            process_group=process_group,
-            watch=watch,
-        )
+        options: dict[str, Any] = {"device": picked, "config": config, "backend": backend}
+        return cls._watched(place, watch, process_group=process_group, **options)
 
-    def split(self, parts: tuple[tuple[int, ...], ...]) -> "EPGroup":
+    def split(self, parts: tuple[tuple[int, ...], ...]) -> "GroupPart":
         """The part of the ranks that this one is in, as a `GroupPart`; made once, destroyed with this group.
 
         Args:
@@ -181,8 +175,6 @@ class EPGroup:
                 raise ValueError(f"rank {self.rank} is in none of the parts {parts}")
             with self.guard("split"):
                 process_group = _split_process_group(self.process_group, parts, ranks, self.config.timeout_secs)
-            if self._watch is not None:
-                self._watch.abort_too(process_group)
             self._parts[parts] = GroupPart(self, ranks, process_group)
         return self._parts[parts]
 
@@ -199,7 +191,7 @@ class EPGroup:
         if self._waits is None:
             work.synchronize() if isinstance(work, torch.cuda.Event) else work.wait()
         else:
-            self._waits.wait(work, phase, round)
+            self._waits.wait(work, *self._place_of(phase, round))
 
     @contextlib.contextmanager
     def guard(self, phase: str, round: int | None = None) -> Iterator[None]:  # noqa: A002
@@ -233,14 +225,9 @@ class EPGroup:
         if self._waits is not None:
             self._waits.check()
 
-    @property
-    def destroyed(self) -> bool:
-        """Whether `destroy` was called: every call that needs the other ranks raises RuntimeError from then on."""
-        return self._destroyed
-
     def check_open(self) -> None:
         """Raise RuntimeError once the group is destroyed. Local."""
-        if self._destroyed:
+        if self.destroyed:
             raise RuntimeError(f"rank {self.rank} has left this group: destroy() was called, or its `with` block ended")
 
     @contextlib.contextmanager
@@ -253,12 +240,16 @@ class EPGroup:
         if self._waits is None:
             yield
             return
-        with self._waits.elsewhere(phase, round):
+        with self._waits.elsewhere(*self._place_of(phase, round)):
             yield
+
+    def _place_of(self, phase: str, round_: int) -> tuple[str, int]:
+        """The phase and round under which a wait of this group is published."""
+        return phase, round_
 
     def find_missing(self, phase: str, round: int) -> tuple[tuple[int, ...], str]:  # noqa: A002
         """The ranks without heartbeats, or else those that have not reached this wait, and the reason. Local."""
-        return ((), "") if self._watch is None else self._watch.evidence(phase, round)
+        return ((), "") if self.watch is None else self.watch.evidence(phase, round)
 
     def blame(self, ranks: tuple[int, ...], phase: str, round: int | None, reason: str) -> PeerLostError:  # noqa: A002
         """Propose that ranks are lost; return the failure that the ranks agree on, which may be another's proposal.
@@ -267,24 +258,24 @@ class EPGroup:
             ranks, phase, round, reason: as in `PeerLostError`.
         Local; waits for one exchange with the store, at most about 3 s.
         """
-        if self._watch is None:
+        if self.watch is None:
             return PeerLostError(ranks, phase, round, reason)
-        return self._watch.publish(ranks, phase, round, reason)
+        return self.watch.publish(ranks, phase, round, reason)
 
     @property
     def failure(self) -> PeerLostError | None:
         """The PeerLostError that `check` would raise; None if the group has not failed."""
-        return None if self._watch is None else self._watch.failure
+        return None if self.watch is None else self.watch.failure
 
     @property
     def gone_ranks(self) -> tuple[int, ...]:
         """Ranks that the launcher has seen die, and those of `failure`."""
-        return () if self._watch is None else self._watch.gone_ranks()
+        return () if self.watch is None else self.watch.gone_ranks()
 
     @property
     def left_ranks(self) -> tuple[int, ...]:
         """Ranks that have left with `destroy`: they join no further operation."""
-        return () if self._watch is None else self._watch.left_ranks()
+        return () if self.watch is None else self.watch.left_ranks()
 
     def connect_store(self) -> Any:
         """A new connection to the store that the ranks share, a `dist.Store`, for one thread at a time.
@@ -294,15 +285,15 @@ class EPGroup:
         """
         self.check_open()
         self._stores += 1
-        return dist.HashStore() if self._watch is None else self._watch.connect_store(f"store/{self._stores}")
+        return dist.HashStore() if self.watch is None else self.watch.connect_store(f"store/{self._stores}")
 
     def report_failure(self, error: BaseException) -> None:
         """Tell the other ranks that this one fails with an error of its own, so that their errors name it. Local."""
         in_order = isinstance(error, SystemExit) and not error.code
-        if self._watch is None or isinstance(error, PeerLostError) or in_order:
+        if self.watch is None or isinstance(error, PeerLostError) or in_order:
             return
         what = f"{type(error).__name__}: {error}".removesuffix(": ")
-        self._watch.publish((self.rank,), *self._watch.where(), f"failed: {what}")
+        self.watch.publish((self.rank,), *self.watch.where(), f"failed: {what}")
 
     def barrier(self) -> None:
         """Wait until every rank has called it. Errors: PeerLostError. Collective, host sync."""
@@ -377,17 +368,20 @@ class EPGroup:
         Objects made with the group raise RuntimeError from then on; they can still be destroyed.
         Local; but a rank 0 that serves the store waits until the others have left, at most timeout_secs.
         """
-        if self._destroyed:
+        if self.destroyed:
             return
-        self._destroyed = True
-        if self._watch is None:
+        self.destroyed = True
+        if self.watch is None:
             return
-        self._watch.leave()
-        for part in self._parts.values() if not self._watch.lost() else ():
-            part.destroy()
-        if self._owns_world and not self._watch.lost():
+        self.watch.leave()
+        for part in self._parts.values():
+            if self.watch.lost():
+                part.destroyed = True
+            else:
+                part.destroy()
+        if self._owns_world and not self.watch.lost():
             dist.destroy_process_group()  # before the watch ends: a rank may be lost during shutdown too
-        self._watch.close()
+        self.watch.close()
         if self._owns_world and dist.is_initialized():
             holder, self.process_group = [self.process_group], None
             drop_world(holder, self.backend)
@@ -416,19 +410,15 @@ class GroupPart(EPGroup):
     def __init__(self, whole: EPGroup, ranks: tuple[int, ...], process_group: dist.ProcessGroup) -> None:
         rank = ranks.index(whole.rank)
         place = RankPlace(rank=rank, num_ranks=len(ranks), local_rank=rank, local_num_ranks=len(ranks), node=whole.node)
-        super().__init__(
-            place, device=whole.device, config=whole.config, backend=whole.backend, process_group=process_group
-        )
+        options: dict[str, Any] = {"config": whole.config, "backend": whole.backend, "watch": whole.watch}
+        super().__init__(place, device=whole.device, process_group=process_group, **options)
+        if self.watch is not None:
+            self.watch.abort_too(process_group)
         self.whole, self.ranks = whole, ranks
         self.place: tuple[str, int] | None = None
 
     def _place_of(self, phase: str, round_: int) -> tuple[str, int]:
         return (f"{phase} of a part", round_) if self.place is None else self.place
-
-    def wait(self, work: "dist.Work | torch.cuda.Event", *, phase: str, round: int) -> None:  # noqa: A002
-        self.check_open()
-        phase, round_ = self._place_of(phase, round)
-        self.whole.wait(work, phase=phase, round=round_)
 
     @contextlib.contextmanager
     def guard(self, phase: str, round: int | None = None) -> Iterator[None]:  # noqa: A002
@@ -436,25 +426,9 @@ class GroupPart(EPGroup):
         with self.whole.guard(*self._place_of(phase, self._next_round(phase) if round is None else round)):
             yield
 
-    def explain(self, error: Exception) -> Exception:
-        return self.whole.explain(error)
-
-    def check(self) -> None:
-        self.check_open()
-        self.whole.check()
-
-    @property
-    def destroyed(self) -> bool:
-        return self._destroyed or self.whole.destroyed
-
     def check_open(self) -> None:
-        super().check_open()
         self.whole.check_open()
-
-    @contextlib.contextmanager
-    def waiting(self, phase: str, round: int) -> Iterator[None]:  # noqa: A002
-        with self.whole.waiting(*self._place_of(phase, round)):
-            yield
+        super().check_open()
 
     def find_missing(self, phase: str, round: int) -> tuple[tuple[int, ...], str]:  # noqa: A002
         """As `EPGroup.find_missing`; missing ranks of other parts, which the caller cannot name, are blamed. Local."""
@@ -472,10 +446,6 @@ class GroupPart(EPGroup):
         missing, evidence = self.whole.find_missing(phase, round_)
         named = missing or tuple(self.ranks[rank] for rank in ranks)
         return self.whole.blame(named, phase, round_, evidence if missing else reason)
-
-    @property
-    def failure(self) -> PeerLostError | None:
-        return self.whole.failure
 
     @property
     def gone_ranks(self) -> tuple[int, ...]:
@@ -499,9 +469,9 @@ class GroupPart(EPGroup):
 
     def destroy(self) -> None:
         """Destroy the process group; the whole group stays. Calling it twice is fine. Local."""
-        if self._destroyed:
+        if self.destroyed:
             return
-        self._destroyed = True
+        self.destroyed = True
         if dist.is_initialized() and self.process_group in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(self.process_group)
         self.process_group = None

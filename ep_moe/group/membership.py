@@ -130,7 +130,7 @@ class Members:
     def _expected(self, votes: dict[int, Vote]) -> set[int]:
         """The ranks that are active, and those that votes want to be."""
         masks = [self.active, *(vote["wanted"] for vote in votes.values() if vote["wanted"] is not None)]
-        return {rank for mask in masks for rank, there in enumerate(mask) if there}
+        return {rank for mask in masks for rank, wanted in enumerate(mask) if wanted}
 
     def _absent(self) -> set[int]:
         """The ranks that cannot vote."""
@@ -148,7 +148,7 @@ class Members:
             asked = {rank: vote["wanted"] for rank, vote in sorted(votes.items())}
             error = f"ranks ask for different active ranks: {asked}"
         absent = self._absent()
-        going_on = tuple(there and rank in votes and rank not in absent for rank, there in enumerate(active))
+        going_on = tuple(wanted and rank in votes and rank not in absent for rank, wanted in enumerate(active))
         counted = [vote for rank, vote in votes.items() if self.active[rank]] or list(votes.values())
         return Decision(
             active=going_on,
@@ -163,7 +163,7 @@ class Members:
         try:
             self._store.set(f"met/{number}/{self._rank}", "1")
             while True:
-                active = [rank for rank, there in enumerate(self.active) if there]
+                active = [rank for rank, is_active in enumerate(self.active) if is_active]
                 missing = [rank for rank in active if not self._store.check([f"met/{number}/{rank}"])]
                 if not missing:
                     return ()

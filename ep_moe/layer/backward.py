@@ -44,6 +44,6 @@ def refuse_backward(run: Callable[[], torch.Tensor], inputs: Iterable[Any]) -> t
 
 
 def refuse_result(result: torch.Tensor) -> torch.Tensor:
-    """Refuse a backward pass through a result that autograd has recorded from tensors that were not known before: of
-    shared experts given as a function, for example. Local."""
+    """Refuse a backward pass through a result that autograd has recorded from tensors that the layer does not know: of
+    shared experts that are a function, for example. Local."""
     return _NoBackward.apply(result.detach, result) if result.requires_grad else result

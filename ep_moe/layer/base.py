@@ -77,7 +77,7 @@ class Layer(torch.nn.Module):
     _layout: Layout
     _weight_tensors: tuple[torch.Tensor, ...]
 
-    def _held(self) -> tuple[Any, ...]:
+    def _kept_tensors(self) -> tuple[Any, ...]:
         """Everything that the result depends on besides a call's arguments: weights, bias, shared experts."""
         shared = self.shared_experts.parameters() if isinstance(self.shared_experts, torch.nn.Module) else ()
         return (*self._weight_tensors, self.routing_bias, *shared)

@@ -122,17 +122,17 @@ class OverlappedCall:
         """Route the tokens of each micro-batch; returns the memory of the result."""
         check_tensor(hidden_states, "hidden_states")
         num_tokens = len(hidden_states)
-        for given in router:
-            check_tensor(given, "router")
-            if given.shape[:1] != hidden_states.shape[:1]:
+        for part in router:
+            check_tensor(part, "router")
+            if part.shape[:1] != hidden_states.shape[:1]:
                 raise ValueError(
-                    f"router has shape {tuple(given.shape)} for {num_tokens} tokens on rank {self._transport.rank}"
+                    f"router has shape {tuple(part.shape)} for {num_tokens} tokens on rank {self._transport.rank}"
                 )
         result = torch.empty_like(hidden_states)
         for rows in row_slices(num_tokens, count):
-            x, routing = self._layer.prepare(hidden_states[rows], tuple(given[rows] for given in router))
-            part = _MicroBatch(x=x, hidden_states=hidden_states[rows], routing=routing, out=result[rows])
-            self._parts.append(part)
+            x, routing = self._layer.prepare(hidden_states[rows], tuple(part[rows] for part in router))
+            batch = _MicroBatch(x=x, hidden_states=hidden_states[rows], routing=routing, out=result[rows])
+            self._parts.append(batch)
         return result
 
     def _exchanging(self) -> contextlib.AbstractContextManager[Any]:

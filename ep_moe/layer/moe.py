@@ -151,7 +151,9 @@ class ExpertParallelMoE(Layer):
         operator, `ep_moe::layer`. `local` and `collective` read counts back to the host, `nvlink` does not and is safe
         in CUDA graphs.
         """
-        return self._call(hidden_states, (router_logits,), num_tokens, max_num_tokens)
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self._recorded(hidden_states, (router_logits,), num_tokens, max_num_tokens)
+        return self.run(hidden_states, (router_logits,), num_tokens, max_num_tokens)
 
     def forward_routed(
         self,
@@ -169,7 +171,9 @@ class ExpertParallelMoE(Layer):
             hidden_states, num_tokens, max_num_tokens: as in `forward`.
         Returns and errors: as in `forward`. Collective.
         """
-        return self._call(hidden_states, (topk_ids, topk_weights), num_tokens, max_num_tokens)
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self._recorded(hidden_states, (topk_ids, topk_weights), num_tokens, max_num_tokens)
+        return self.run(hidden_states, (topk_ids, topk_weights), num_tokens, max_num_tokens)
 
     def forward_micro_batches(
         self,
@@ -205,13 +209,13 @@ class ExpertParallelMoE(Layer):
         if device.type == "cuda" and self._exchange_stream is None:
             # it gets SMs first, as soon as programs of the experts end
             self._exchange_stream = torch.cuda.Stream(device, priority=-1)
-        given = router if isinstance(router, tuple) else (router,)
+        parts = router if isinstance(router, tuple) else (router,)
 
         def run() -> torch.Tensor:
             call = OverlappedCall(self, self._exchange_stream)
-            return call.run(hidden_states, given, num_micro_batches, max_num_tokens)
+            return call.run(hidden_states, parts, num_micro_batches, max_num_tokens)
 
-        return refuse_backward(run, (hidden_states, *given, *self._held()))
+        return refuse_backward(run, (hidden_states, *parts, *self._kept_tensors()))
 
     def warmup(self, *, num_topk: int | None = None, padded: bool = False, micro_batches: bool = False) -> None:
         """Compile and load the kernels of this layer's calls, so that none compiles while other ranks wait.
@@ -228,15 +232,16 @@ class ExpertParallelMoE(Layer):
         overlapped = self.forward_micro_batches if micro_batches else None
         warm_up(self, num_topk=num_topk, padded=padded, overlapped=overlapped)
 
-    def _call(
+    def _recorded(
         self,
         hidden_states: torch.Tensor,
         router: tuple[torch.Tensor, ...],
         num_tokens: torch.Tensor | None,
         max_num_tokens: int | None,
     ) -> torch.Tensor:
+        """A call in grad mode, or one that is compiled: both are refused a backward pass."""
         if torch.compiler.is_compiling():
-            trained = recorded(self._held()) if torch.is_grad_enabled() else None
+            trained = recorded(self._kept_tensors()) if torch.is_grad_enabled() else None
             router_, weights = router if len(router) == 2 else (*router, None)
             return torch.ops.ep_moe.layer(
                 hidden_states,
@@ -247,10 +252,8 @@ class ExpertParallelMoE(Layer):
                 trained[0] if trained else None,
                 self._number,
             )
-        if not torch.is_grad_enabled():
-            return self.run(hidden_states, router, num_tokens, max_num_tokens)
-        for value in (hidden_states, *router, *self._held()):
+        for value in (hidden_states, *router, *self._kept_tensors()):
             if getattr(value, "requires_grad", False):
                 run = functools.partial(self.run, hidden_states, router, num_tokens, max_num_tokens)
-                return refuse_backward(run, (hidden_states, *router, *self._held()))
+                return refuse_backward(run, (hidden_states, *router, *self._kept_tensors()))
         return refuse_result(self.run(hidden_states, router, num_tokens, max_num_tokens))

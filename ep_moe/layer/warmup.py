@@ -12,7 +12,7 @@ import torch
 from ep_moe.layer.base import Layer
 from ep_moe.local_moe import local_moe
 from ep_moe.routing import Routing, route, to_physical
-from ep_moe.transport.round_kind import RoundKind
+from ep_moe.transport.base import RoundKind
 
 
 def warm_up(

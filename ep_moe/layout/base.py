@@ -52,8 +52,8 @@ class ExpertBatch:
     row_index: torch.Tensor | None  # [rows] int32
     expected_rows: int  # hint known on the host: average rows of a local expert, rounded up
 
-    # Batches of one template differ in the addresses and values of their tensors alone, and experts look for nothing
-    # else. No field, so that a copy by `dataclasses.replace` has none.
+    # Batches of one template differ in the addresses and values of their tensors alone: experts compare templates.
+    # No field, so that a copy by `dataclasses.replace` has none.
     template: ClassVar["BatchTemplate | None"] = None
     memory: ClassVar[torch.Tensor | None] = None  # of the tensors that the template allocates
 
@@ -69,9 +69,7 @@ class ExpertBatch:
 
     @property
     def addressed(self) -> tuple[str, ...]:
-        """The names of the tensors that kernels read: those of `ADDRESSED` that are there, in an order of the template.
-
-        Local."""
+        """The names of the tensors that kernels read, of `ADDRESSED`, in an order of the template. Local."""
         if self.template is not None:
             return self.template.addressed
         return tuple(name for name in ADDRESSED if getattr(self, name, None) is not None)
@@ -151,7 +149,7 @@ class BatchTemplate:
         kind: the class of the batches.
         signature: of the batches, hashable; templates may share one if the shapes and dtypes of all tensors are equal.
         fields: their common fields.
-        workspace: the memory of the others, whose names are fields of `kind` or of no concern here; the last two
+        workspace: the memory of the others, by the names of fields; other names are ignored. The last two
             dimensions of a scale are swapped in it.
 
     Attributes:
@@ -201,7 +199,7 @@ class PackingSizes:
     first: int
     num_local_experts: int
     capacity: int
-    static: bool  # tokens are quantized with a scale that is given
+    static: bool  # tokens are quantized with a scale of the weights
     expected_rows: int  # hint of the batches
     tokens_in_sum: int = 1  # so many tokens in a row have one sum; divides their number
 

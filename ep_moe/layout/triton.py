@@ -184,7 +184,7 @@ class PlaceShape(NamedTuple):
     def of(
         cls, ids_shape: torch.Size, own: tuple[int, int], strides: tuple[int, int], frame: Frame
     ) -> "PlaceShape | None":
-        """The shape of a launch for ids [N, K]; None if one program would have to look at too many of them."""
+        """The shape of a launch for ids [N, K]; None if they are too many for one program."""
         num_tokens, num_topk = ids_shape
         if num_tokens > _MOST_BLOCKS * block_tokens(num_topk):
             return None
@@ -357,7 +357,7 @@ def copy_launch(shape: CopyShape, scale_dtype: torch.dtype | None, device: torch
     """The launch that copies rows of this shape, with scales of this dtype as bytes.
 
     It takes ids, counts before each block, starts, rows as words, scales as bytes, token_to_row, row_index, rows as
-    words, scales as bytes; None for those that are not there.
+    words, scales as bytes; None for absent ones.
     """
     del scale_dtype  # Triton reads it off the tensors of the first call
     words, num_warps = copy_block(shape.row_words)

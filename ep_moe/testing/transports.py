@@ -26,7 +26,7 @@ from ep_moe.testing.rounds import (
     expected_output,
 )
 from ep_moe.transport import Dispatched, Transport
-from ep_moe.transport.round_kind import RoundKind
+from ep_moe.transport.base import RoundKind
 
 
 def check_sit_out(make: TransportFactory, group: EPGroup) -> None:

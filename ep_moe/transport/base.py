@@ -5,7 +5,7 @@ Letters: T tokens on this rank, K top-k, H hidden, R ranks, M max_tokens_per_ran
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypedDict
 
 import torch
 
@@ -15,7 +15,9 @@ from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, QuantScheme
 from ep_moe.routing import Routing
 from ep_moe.transport.layer_tag import NO_LAYER, LayerTag
-from ep_moe.transport.round_kind import RoundKind
+
+if TYPE_CHECKING:
+    from typing import Unpack
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)  # not frozen: that makes a constructor take twice as long
@@ -35,6 +37,31 @@ class Dispatched:
 
     batch: ExpertBatch
     handle: Handle
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RoundKind:
+    """The key of a round's compiled kernels, for a transport that compiles them in `warmup`; no user makes one."""
+
+    num_topk: int  # K
+    scheme: str = "none"  # of the payload
+    layout: Layout = Layout.BATCHED  # of the batch
+    ids_dtype: torch.dtype = torch.int32  # of topk_ids, or int64
+    counted: bool = False  # `num_tokens` is not None
+    quantized: bool = False  # x is `Quantized` already
+    shared_dtype: torch.dtype | None = None  # of `shared` in the combine, None if there is none
+    split_dispatch: bool = False  # dispatch_send and dispatch_recv are called separately
+    split_combine: bool = False  # combine_send and combine_recv are called separately
+
+
+class RoundOptions(TypedDict, total=False):
+    """The options of `Transport.dispatch_send`, which describes them; `layout` and `scheme` are required there."""
+
+    layout: Layout
+    scheme: QuantScheme
+    num_tokens: torch.Tensor | None
+    max_num_tokens: int | None
+    layer: LayerTag
 
 
 def no_tokens(config: TransportConfig, num_topk: int, device: torch.device) -> tuple[torch.Tensor, Routing]:
@@ -229,28 +256,10 @@ class Transport(Protocol):
         ...
 
     def dispatch(
-        self,
-        x: "torch.Tensor | Quantized",
-        routing: Routing,
-        *,
-        layout: Layout,
-        scheme: QuantScheme,
-        slot: int = 0,
-        num_tokens: torch.Tensor | None = None,
-        max_num_tokens: int | None = None,
-        layer: LayerTag = NO_LAYER,
+        self, x: torch.Tensor | Quantized, routing: Routing, *, slot: int = 0, **options: "Unpack[RoundOptions]"
     ) -> Dispatched:
         """`dispatch_send` and `dispatch_recv`. Collective."""
-        self.dispatch_send(
-            x,
-            routing,
-            layout=layout,
-            scheme=scheme,
-            slot=slot,
-            num_tokens=num_tokens,
-            max_num_tokens=max_num_tokens,
-            layer=layer,
-        )
+        self.dispatch_send(x, routing, slot=slot, **options)
         return self.dispatch_recv(slot=slot)
 
     def combine(

@@ -1,19 +1,23 @@
-"""Checks of what a caller passes to a transport, shared by all transports.
+"""Checks of what a caller passes to a transport, and that all ranks pass the same; shared by all transports.
 
 Letters: T tokens on this rank, K top-k, H hidden, M max_tokens_per_rank, P physical experts.
 """
 
+import dataclasses
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
 from ep_moe.config import Layout, TransportConfig
 from ep_moe.fields import shown
+from ep_moe.group import EPGroup
 from ep_moe.layout import ExpertBatch
+from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, QuantScheme
 from ep_moe.routing import Routing
 from ep_moe.tensors import check_tensor
-from ep_moe.transport.layer_tag import LayerTag
+from ep_moe.transport.layer_tag import NO_LAYER, LayerTag
 
 
 class DispatchArguments(NamedTuple):
@@ -23,9 +27,9 @@ class DispatchArguments(NamedTuple):
     routing: Routing
     layout: Layout
     scheme: QuantScheme
-    num_tokens: torch.Tensor | None
-    max_num_tokens: int | None
-    layer: LayerTag
+    num_tokens: torch.Tensor | None = None
+    max_num_tokens: int | None = None
+    layer: LayerTag = NO_LAYER
 
 
 def check_dispatch(arguments: DispatchArguments, config: TransportConfig, rank: int, device: torch.device) -> None:
@@ -156,3 +160,39 @@ def check_results(
             raise ValueError(f"{name} is {tuple(tensor.shape)} on {tensor.device}, the round has {shape} on {device}")
     if out is not None and out.dtype != config.dtype:
         raise ValueError(f"out is {out.dtype}, the transport carries {config.dtype}")
+
+
+def compare_ranks(group: EPGroup, placement: Placement, config: TransportConfig) -> None:
+    """Raise ValueError if ranks differ in config or placement, or if the placement is for another number of ranks.
+
+    The message holds the differing fields, with this rank's value and the other's. Collective, host sync.
+    """
+    options = {field.name: str(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    maps = {"starts": placement.starts, "physical_to_logical": placement.physical_to_logical}
+    for rank, (their_options, their_maps) in enumerate(group.all_gather_object((options, maps))):
+        differences = [*_option_differences(options, their_options), *_map_differences(maps, their_maps)]
+        if differences:
+            raise ValueError(
+                f"rank {group.rank} and rank {rank} make the transport differently: {'; '.join(differences)}"
+            )
+    if placement.num_ranks != group.num_ranks:
+        raise ValueError(
+            f"the placement spreads experts over {placement.num_ranks} ranks, the group has {group.num_ranks}"
+        )
+
+
+def _option_differences(own: dict[str, str], theirs: dict[str, str]) -> Iterator[str]:
+    for name, mine in own.items():
+        if mine != theirs[name]:
+            yield f"{name} ({mine} and {theirs[name]})"
+
+
+def _map_differences(own: dict[str, tuple[int, ...]], theirs: dict[str, tuple[int, ...]]) -> Iterator[str]:
+    """The first element at which the tuples of two placements differ: a whole tuple has hundreds of elements."""
+    for name, mine in own.items():
+        other = theirs[name]
+        if len(mine) != len(other):
+            yield f"length of the placement's {name} ({len(mine)} and {len(other)})"
+        elif mine != other:
+            place = next(i for i, pair in enumerate(zip(mine, other, strict=True)) if pair[0] != pair[1])
+            yield f"the placement's {name}[{place}] ({mine[place]} and {other[place]})"

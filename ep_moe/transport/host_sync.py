@@ -7,7 +7,7 @@ import abc
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
 
@@ -17,18 +17,22 @@ from ep_moe.layout import Flat, Packed, TokenRows, pack, weighted_sum
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, QuantScheme, quantize
 from ep_moe.routing import Routing
-from ep_moe.transport.base import Dispatched, Handle, Transport
+from ep_moe.transport.base import Dispatched, Handle, RoundOptions, Transport
 from ep_moe.transport.checks import (
     DispatchArguments,
     check_dispatch,
     check_expert_output,
     check_results,
+    compare_ranks,
     count_rows,
     first_tokens,
 )
 from ep_moe.transport.headers import Header, compare_headers
-from ep_moe.transport.layer_tag import NO_LAYER, LayerTag
+from ep_moe.transport.layer_tag import LayerTag
 from ep_moe.transport.slots import Slots
+
+if TYPE_CHECKING:
+    from typing import Unpack
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -37,6 +41,7 @@ class PackedHandle(Handle):
 
     token_to_row: torch.Tensor  # [N, K] int32
     topk_weights: torch.Tensor  # [N, K] float32, repeats merged
+    recv_counts: tuple[int, ...]  # of `OpenRound`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,8 +55,7 @@ class RoundSizes:
     most: int  # tokens of any rank
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Tokens:
+class Tokens(NamedTuple):
     """The checked tokens of a dispatch, without rows behind the last token."""
 
     x: torch.Tensor | Quantized  # [T, H]
@@ -72,6 +76,7 @@ class OpenRound:
 
     round: int
     sizes: RoundSizes
+    recv_counts: tuple[int, ...] = ()  # rows received from each rank; `hierarchical`: from each node
 
 
 def maps_of(dispatched: Dispatched) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -82,9 +87,10 @@ def maps_of(dispatched: Dispatched) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 
 def sum_experts(y: torch.Tensor, dispatched: Dispatched, out: torch.Tensor | None = None) -> torch.Tensor:
-    """[N, H], each received token's weighted sum of its experts' rows of y, into `out` if given; in FLAT y itself.
+    """[N, H], each received token's weighted sum of its experts' rows of y, by default in new memory; in FLAT y itself.
 
-    Local, no host sync on a GPU."""
+    Local, no host sync on a GPU.
+    """
     maps = maps_of(dispatched)
     return y if maps is None else weighted_sum(y, *maps, out=out)
 
@@ -98,7 +104,13 @@ class HostSyncTransport(Transport, Generic[State]):
     A dispatch reads counts back to the host, so it cannot be captured in a CUDA graph.
     """
 
+    _waiting = ""  # what waits for every rank, so that rounds do not continue without a lost one
+
     def __init__(self, group: EPGroup, placement: Placement, config: TransportConfig) -> None:
+        compare_ranks(group, placement, config)
+        if self._waiting and config.on_peer_loss != "raise":
+            reason = f"needs transport 'nvlink': {self._waiting} waits for all"
+            raise ValueError(f"on_peer_loss ({config.on_peer_loss!r}) {reason}")
         self.config, self.placement = config, placement
         self.rank, self.num_ranks, self.device = group.rank, group.num_ranks, group.device
         self.num_rounds = 0
@@ -131,11 +143,6 @@ class HostSyncTransport(Transport, Generic[State]):
     def _check_tokens(self, arguments: DispatchArguments) -> None:
         """Raise ValueError for bad input. Local."""
         check_dispatch(arguments, self.config, self.rank, self.device)
-
-    def _handle(self, slot: int, state: State, packed: Packed) -> PackedHandle:
-        """The handle of a round that has been packed. Local."""
-        maps = {"token_to_row": packed.token_to_row, "topk_weights": packed.topk_weights}
-        return PackedHandle(slot=slot, round=state.round, **maps)
 
     def _pack(self, rows: TokenRows, sizes: RoundSizes, max_rows: int | None = None) -> Packed:
         """Pack rows of this rank's experts into the batch of a round; `max_rows` as of `ep_moe.layout.pack`. Local."""
@@ -172,29 +179,19 @@ class HostSyncTransport(Transport, Generic[State]):
         return self._slots.open
 
     def dispatch_send(
-        self,
-        x: torch.Tensor | Quantized,
-        routing: Routing,
-        *,
-        layout: Layout,
-        scheme: QuantScheme,
-        slot: int = 0,
-        num_tokens: torch.Tensor | None = None,
-        max_num_tokens: int | None = None,
-        layer: LayerTag = NO_LAYER,
+        self, x: torch.Tensor | Quantized, routing: Routing, *, slot: int = 0, **options: "Unpack[RoundOptions]"
     ) -> None:
         """See `Transport.dispatch_send`. Host sync, and it waits for the headers of all ranks."""
         self._group.check()
         self._slots.expect(slot, "dispatch_send")
-        arguments = DispatchArguments(x, routing, layout, scheme, num_tokens, max_num_tokens, layer)
         try:
-            tokens = self._checked(arguments)
+            tokens = self._checked(DispatchArguments(x, routing, **options))
         except ValueError as error:
             self.refuse(error, slot=slot, num_tokens=count_rows(x))
-        self._slots.advance(slot, "dispatch_send", self._send(tokens, slot))
+        self._slots.put(slot, "dispatch_recv", self._send(tokens, slot))
 
     def _checked(self, arguments: DispatchArguments) -> Tokens:
-        """The tokens of a dispatch. Errors: ValueError. Local; host sync if `num_tokens` is arguments."""
+        """The tokens of a dispatch. Errors: ValueError. Local; host sync for `num_tokens`."""
         self._check_tokens(arguments)
         x, routing, most = arguments.x, arguments.routing, arguments.max_num_tokens
         if arguments.num_tokens is not None:
@@ -206,26 +203,31 @@ class HostSyncTransport(Transport, Generic[State]):
             scheme=arguments.scheme,
             most=self.config.max_tokens_per_rank if most is None else most,
         )
-        return Tokens(x=x, routing=routing, sizes=sizes, layer=arguments.layer)
+        return Tokens(x, routing, sizes, arguments.layer)
 
     def dispatch_recv(self, *, slot: int = 0) -> Dispatched:
         """See `Transport.dispatch_recv`."""
         self._group.check_open()
         state = self._slots.expect(slot, "dispatch_recv")
-        assert state is not None
         packed = self._receive(state)
-        self._slots.advance(slot, "dispatch_recv", state)
-        return Dispatched(batch=packed.batch, handle=self._handle(slot, state, packed))
+        self._slots.put(slot, "combine_send", state)
+        handle = PackedHandle(
+            slot=slot,
+            round=state.round,
+            token_to_row=packed.token_to_row,
+            topk_weights=packed.topk_weights,
+            recv_counts=state.recv_counts,
+        )
+        return Dispatched(batch=packed.batch, handle=handle)
 
     def combine_send(self, y: torch.Tensor, dispatched: Dispatched) -> None:
         """See `Transport.combine_send`."""
         self._group.check()
         handle = dispatched.handle
         state = self._slots.expect(handle.slot, "combine_send", handle.round)
-        assert state is not None
         check_expert_output(y, dispatched.batch)
         self._send_results(state, y, dispatched)
-        self._slots.advance(handle.slot, "combine_send", state)
+        self._slots.put(handle.slot, "combine_recv", state)
 
     def combine_recv(
         self, dispatched: Dispatched, *, shared: torch.Tensor | None = None, out: torch.Tensor | None = None
@@ -234,14 +236,13 @@ class HostSyncTransport(Transport, Generic[State]):
         self._group.check_open()
         handle = dispatched.handle
         state = self._slots.expect(handle.slot, "combine_recv", handle.round)
-        assert state is not None
         shape = (state.sizes.num_rows, self.config.hidden)
         check_results(shape, self.config, self.device, shared=shared, out=out)
         sums, columns = self._receive_results(state)
         result, tokens = sums.new_empty(shape) if out is None else out, slice(state.sizes.num_tokens)
         added = None if shared is None else shared[tokens]
         weighted_sum(sums, columns, None, shared=added, out=result[tokens])
-        self._slots.advance(handle.slot, "combine_recv", None)
+        self._slots.close(handle.slot)
         return result
 
     def refuse(self, error: ValueError, *, slot: int = 0, num_tokens: int = 0) -> NoReturn:
@@ -250,6 +251,19 @@ class HostSyncTransport(Transport, Generic[State]):
         self._slots.expect(slot, "dispatch_send")
         self._send_refusal(num_tokens, self._count_round())
         raise error
+
+    @abc.abstractmethod
+    def _end(self, state: State, call: str, slot: int) -> None:
+        """Do what is left of an open round that waits for `call`, with NaN for this rank's results. Collective."""
+
+    def abandon(self, *, slot: int = 0) -> None:
+        """See `Transport.abandon`."""
+        self._group.check_open()
+        call, state = self._slots.stage(slot)
+        if state is not None:
+            self._group.check()
+            self._end(state, call, slot)
+            self._slots.close(slot)
 
     def check(self) -> None:
         """See `Transport.check`. A round's errors are raised by its own calls; this raises the group's."""

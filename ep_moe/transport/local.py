@@ -33,11 +33,8 @@ class LocalTransport(HostSyncTransport[_Round]):
     """
 
     def __init__(self, group: EPGroup, placement: Placement, config: TransportConfig) -> None:
-        group.check_open()
         if group.num_ranks != 1:
             raise ValueError(f"the local transport serves 1 rank, the group has {group.num_ranks}")
-        if placement.num_ranks != 1:
-            raise ValueError(f"the placement spreads experts over {placement.num_ranks} ranks, the group has 1")
         super().__init__(group, placement, config)
 
     def _checked(self, arguments: DispatchArguments) -> Tokens:
@@ -73,8 +70,5 @@ class LocalTransport(HostSyncTransport[_Round]):
     def _send_refusal(self, num_tokens: int, round_: int) -> None:
         """There is no other rank."""
 
-    def abandon(self, *, slot: int = 0) -> None:
-        """See `Transport.abandon`. Local."""
-        self._group.check()
-        if self._slots.stage(slot)[1] is not None:
-            self._slots.close(slot)
+    def _end(self, state: _Round, call: str, slot: int) -> None:
+        """No other rank waits for results."""

@@ -19,19 +19,15 @@ class Slots(Generic[State]):
     call after `destroy` raises RuntimeError.
     """
 
-    _FOLLOWING = {
-        "dispatch_send": "dispatch_recv",
-        "dispatch_recv": "combine_send",
-        "combine_send": "combine_recv",
-        "combine_recv": "dispatch_send",
-    }
-
     def __init__(self, num_slots: int) -> None:
         self._slots = [_Slot[State]() for _ in range(num_slots)]
         self._destroyed = False
 
-    def expect(self, slot: int, call: str, round_: int | None = None) -> State | None:
-        """Return the slot's state if `call` is its next one. Errors: ValueError for a bad slot, RuntimeError else."""
+    def expect(self, slot: int, call: str, round_: int | None = None) -> State:
+        """Return the slot's state, None before a dispatch, if `call` is its next one.
+
+        Errors: ValueError for a bad slot, RuntimeError else.
+        """
         if self._destroyed or not isinstance(slot, int) or not 0 <= slot < len(self._slots):
             self._refuse(slot)
         entry = self._slots[slot]
@@ -42,7 +38,7 @@ class Slots(Generic[State]):
             raise RuntimeError(
                 f"the handle is of round {round_}, slot {slot} holds round {getattr(state, 'round', None)}"
             )
-        return state
+        return state  # type: ignore[return-value] # None is read by no caller
 
     def stage(self, slot: int) -> tuple[str, State | None]:
         """The slot's next call, and its state. Errors: as `expect`."""
@@ -55,15 +51,15 @@ class Slots(Generic[State]):
         """The slots that hold a round."""
         return tuple(index for index, entry in enumerate(self._slots) if entry.next != "dispatch_send")
 
+    def put(self, slot: int, call: str, state: State) -> None:
+        """Record the slot's open round, and the call that it waits for."""
+        entry = self._slots[slot]
+        entry.next, entry.state = call, state
+
     def close(self, slot: int) -> None:
-        """Forget the round that the slot holds."""
+        """Forget the slot's round."""
         entry = self._slots[slot]
         entry.next, entry.state = "dispatch_send", None
-
-    def advance(self, slot: int, call: str, state: State | None) -> None:
-        """Record that `call` is done, with the state for the next one."""
-        entry = self._slots[slot]
-        entry.next, entry.state = self._FOLLOWING[call], state
 
     def check_open(self) -> None:
         """Raise RuntimeError once the transport is destroyed."""

@@ -1,5 +1,6 @@
 """Cases of the one-sided exchange: one rank's launches of a round; of the other ranks there are only addresses."""
 
+import contextlib
 import dataclasses
 import types
 from collections.abc import Mapping
@@ -14,12 +15,11 @@ from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, get_scheme
 from ep_moe.routing import Routing
 from ep_moe.transport.checks import DispatchArguments
-from ep_moe.transport.layer_tag import NO_LAYER
 from ep_moe.transport.one_sided import memory
 from ep_moe.transport.one_sided.combine_launcher import CombineLauncher
 from ep_moe.transport.one_sided.dispatch_launcher import DispatchLauncher
-from ep_moe.transport.one_sided.kernel_context import KernelContext
-from ep_moe.transport.one_sided.round_plan import RoundPlans, ranks_of, regions_of
+from ep_moe.transport.one_sided.memory import ranks_of, regions_of
+from ep_moe.transport.one_sided.round_plan import KernelContext, RoundPlans
 from ep_moe.transport.one_sided.slot_state import SlotStates
 from ep_moe.transport.one_sided.tuning import Tuning
 
@@ -76,6 +76,7 @@ def make_launchers(config: TransportConfig, placement: Placement, device_code: s
         tuning=tuning,
         timeout_ns=10**10,
         early=True,
+        waiting=lambda *_: contextlib.nullcontext(),
     )
     plans = RoundPlans(config, placement, ranks, tuning, CPU)
     return Launchers(plans=plans, dispatches=DispatchLauncher(context, plans), combines=CombineLauncher(context))
@@ -118,19 +119,17 @@ def _round(
             x = Quantized(values=values, scale=scale, scheme=scheme)
         routing = Routing(topk_ids=torch.empty(tokens, topk, dtype=ids_dtype), topk_weights=torch.empty(tokens, topk))
         count = torch.zeros(1, dtype=torch.int32) if counted else None
-        arguments = DispatchArguments(x, routing, layout, scheme, count, None, NO_LAYER)
-        plan = launchers.plans.add((), arguments, tokens)
+        arguments = DispatchArguments(x, routing, layout, scheme, count)
+        round_ = dispatches.begin(0, 0, launchers.plans.add(arguments, tokens), arguments)
         if halves:
-            inputs = dispatches.send(0, plan, x, routing, num_tokens=count, tag=(*NO_LAYER.words, 0))
-        else:
-            inputs = dispatches.inputs_of(plan, x, routing, num_tokens=count)
-        batch = dispatches.receive(0, inputs, send=not halves)
+            dispatches.send(round_)
+        batch = dispatches.receive(round_, send=not halves)
         y = None if poisoned else torch.empty(batch.output_shape, dtype=dtype)
         added = torch.empty(tokens, hidden, dtype=dtype) if shared else None
         out = torch.empty(tokens, hidden, dtype=dtype)
         if halves:
-            combines.send(0, plan, y)
-        combines.receive(0, plan, None if halves else y, send=not halves, shared=added, out=out)
+            combines.send(round_, y)
+        combines.receive(round_, None if halves else y, send=not halves, shared=added, out=out)
 
     widths = {"_dispatch_kernel": 16} if poisoned else {"_dispatch_kernel": 16, "_combine_kernel": 16}
     excused = {**SPILLS, **(excuses or {}), **(LOOKS_FIRST if dtype.itemsize == 2 and not num_sms else {})}

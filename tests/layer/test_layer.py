@@ -41,7 +41,7 @@ from ep_moe.routing import Routing, route
 from ep_moe.testing import ROW_ERROR_LIMITS, worst_row_error
 from ep_moe.testing.transports import engine_defaults
 from ep_moe.transport import create_transport
-from ep_moe.transport.round_kind import RoundKind
+from ep_moe.transport.base import RoundKind
 from ep_moe.weights import ExpertWeights
 
 CASES = [

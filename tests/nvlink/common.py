@@ -13,7 +13,7 @@ from ep_moe.config import GroupConfig
 from ep_moe.group import EPGroup
 from ep_moe.kernels.exchange import combine_receive, dispatch_receive, waits
 from ep_moe.launch import launch
-from ep_moe.transport.one_sided import combine_launcher, dispatch_launcher, round_plan, transport, tuning
+from ep_moe.transport.one_sided import combine_launcher, dispatch_launcher, memory, round_plan, transport, tuning
 
 PRELOADED = ("ep_moe.testing", "ep_moe.transport.one_sided", "torch._inductor.config")  # the last by `poisoned_memory`
 PAUSE_SECS = 3e-3  # a poll takes as long: waiting ranks leave the cores to the others
@@ -39,7 +39,7 @@ def patched(**values: Any) -> Iterator[None]:
 
     A transport reads them when it is made: make it inside.
     """
-    modules = (tuning, round_plan, dispatch_launcher, combine_launcher, transport)
+    modules = (tuning, memory, round_plan, dispatch_launcher, combine_launcher, transport)
     before = [(m, name, getattr(m, name)) for m in modules for name in values if hasattr(m, name)]
     assert {name for _, name, _ in before} == set(values), f"no launcher knows all of {sorted(values)}"
     for module, name, _ in before:

@@ -9,10 +9,10 @@ from ep_moe.kernel_launch.kernel import Kernel, Tensors, present
 from ep_moe.placement import Placement
 from ep_moe.testing import TransportCase, check_round
 from ep_moe.testing.transports import check_abandon, check_sit_out
+from ep_moe.transport.base import RoundKind
 from ep_moe.transport.hierarchical import HierarchicalTransport
 from ep_moe.transport.one_sided.round_plan import distinct_sizes
 from ep_moe.transport.one_sided.warmup import _kernels_of
-from ep_moe.transport.round_kind import RoundKind
 from nvlink.common import on_ranks
 from nvlink.test_cases import cases
 
@@ -75,10 +75,10 @@ def check_warmed(group: EPGroup) -> list[str]:
         transport = HierarchicalTransport(group, case.make_placement(), config, inside="nvlink")
         with mock.patch.object(Kernel, "through_triton", launch_and_note):
             check_round(transport, case, group.device)
-        inner = transport._relay._inner
+        inner = transport._relay.inner
         with mock.patch.object(inner, "warmup") as warm:
             transport.warmup([RoundKind(num_topk=3, scheme=scheme, shared_dtype=case.dtype, counted=True)])
-        launchers = inner._context, inner._plans, inner._dispatches, inner._combines
+        launchers = inner._dispatches, inner._combines
         for kind in warm.call_args.args[0]:
             for rows in distinct_sizes(inner.config.max_tokens_per_rank):
                 for kernel, tensors, _ in _kernels_of(kind, rows, *launchers):

@@ -1,7 +1,10 @@
 """Transports one after another, side by side and in a subset of ranks; equal rounds, unequal configs."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +26,7 @@ from ep_moe.testing.rounds import compute_experts
 from ep_moe.transport import create_transport
 from ep_moe.transport.layer_tag import LayerTag
 from ep_moe.transport.one_sided import NvlinkTransport, dispatch_launcher
+from ep_moe.transport.one_sided.dispatch_launcher import DispatchLauncher
 from ep_moe.weights import ExpertWeights
 from nvlink.common import on_ranks
 from nvlink.reference import raw
@@ -202,18 +206,26 @@ def dispatch_again(group: EPGroup) -> int:
     """Rank 1 runs out of memory for its batch and calls again while the others wait. Returns the number of rounds."""
     transport = NvlinkTransport(group, CASE.make_placement(), CASE.config)
     if group.rank == 1:
-        received_of, inputs = transport._dispatches._received_of, CASE.inputs(1)
-        transport._dispatches._received_of = no_memory
-        with pytest.raises(torch.OutOfMemoryError):
+        inputs = CASE.inputs(1)
+        with no_memory_for_batches(), pytest.raises(torch.OutOfMemoryError):
             transport.dispatch(inputs.x, inputs.routing, layout=CASE.layout, scheme=get_scheme(CASE.scheme))
-        transport._dispatches._received_of = received_of
     check_round(transport, CASE, group.device)
     transport.destroy()
     return transport.num_rounds
 
 
-def no_memory(*args: Any) -> None:
-    raise torch.OutOfMemoryError("as of a full GPU")
+@contextlib.contextmanager
+def no_memory_for_batches() -> Iterator[None]:
+    """There is no memory for batches of a layout with memory of its own, as on a full GPU."""
+    receive = DispatchLauncher.receive
+
+    def fail(launcher: DispatchLauncher, round_: Any, **options: Any) -> Any:
+        if round_.plan.spec.layout is not Layout.FLAT:
+            raise torch.OutOfMemoryError("as of a full GPU")
+        return receive(launcher, round_, **options)
+
+    with mock.patch.object(DispatchLauncher, "receive", fail):
+        yield
 
 
 def test_a_dispatch_without_memory_may_be_made_again() -> None:
@@ -225,14 +237,9 @@ def give_up(group: EPGroup) -> list[bool]:
     transport, inputs, nan = NvlinkTransport(group, CASE.make_placement(), CASE.config), CASE.inputs(group.rank), []
     transport.dispatch_send(inputs.x, inputs.routing, layout=CASE.layout, scheme=get_scheme(CASE.scheme))
     if group.rank == 1:
-        received_of = transport._dispatches._received_of
-        transport._dispatches._received_of = lambda plan, slot: (
-            no_memory if plan.layout is CASE.layout else received_of
-        )(plan, slot)
-        with pytest.raises(torch.OutOfMemoryError):
+        with no_memory_for_batches(), pytest.raises(torch.OutOfMemoryError):
             transport.dispatch_recv()
         transport.abandon()
-        transport._dispatches._received_of = received_of
     else:
         dispatched = transport.dispatch_recv()
         y = torch.zeros(dispatched.batch.output_shape, dtype=CASE.dtype)
@@ -291,13 +298,8 @@ def layer_without_memory(group: EPGroup) -> bool:
     layer = ExpertParallelMoE(config, weights, transport, experts="torch")
     sound = layer.forward_routed(inputs.x, routing.topk_ids, routing.topk_weights)
     if group.rank == 1:
-        received_of = transport._dispatches._received_of
-        transport._dispatches._received_of = lambda plan, slot: (
-            no_memory if plan.layout is CASE.layout else received_of
-        )(plan, slot)
-        with pytest.raises(torch.OutOfMemoryError):
+        with no_memory_for_batches(), pytest.raises(torch.OutOfMemoryError):
             layer.forward_routed(inputs.x, routing.topk_ids, routing.topk_weights)
-        transport._dispatches._received_of = received_of
         right = True
     else:
         first, last = transport.placement.starts[1:3]

@@ -50,6 +50,7 @@ def group_of(meeting: Meeting, rank: int) -> Any:
         node=0,
         device=torch.device("cpu"),
         config=GroupConfig(),
+        watch=None,
         failure=None,
         process_group=None,
         destroyed=False,

@@ -54,8 +54,7 @@ def _prepared(group: EPGroup, check: Callable[..., Any], *args: Any) -> Any:
 
 def make_transport(group: EPGroup, **options: Any) -> Any:
     """A transport of float32 with one slot, unless `options` say otherwise; `nvshmem` if they choose its stores."""
-    from ep_moe.transport.one_sided import NvlinkTransport  # imports Triton, which not every machine has
-    from ep_moe.transport.one_sided.nvshmem import NvshmemTransport
+    from ep_moe.transport.one_sided import NvlinkTransport, NvshmemTransport  # needs Triton
 
     placement = Placement.linear(EXPERTS_PER_RANK * group.num_ranks, group.num_ranks)
     sizes = {"hidden": HIDDEN, "max_tokens_per_rank": MAX_TOKENS, "max_topk": NUM_TOPK, "num_slots": 1}

@@ -1,5 +1,6 @@
 """The agreement of ranks on the active ranks: threads over one store, without kernels."""
 
+import copy
 import threading
 import time
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.group.membership import Decision, Members, earlier_epoch, later_epoch
 from ep_moe.placement import Placement
 from ep_moe.transport.one_sided import NvlinkTransport
-from nvlink_faults.common import DEVICE, HIDDEN, begin, inputs
+from nvlink_faults.common import DEVICE, HIDDEN, inputs, send
 
 CONFIG = GroupConfig(timeout_secs=3.0, heartbeat_secs=0.05)
 GRACE_SECS = 0.2
@@ -132,8 +133,10 @@ def test_a_round_out_of_order() -> None:
     with EPGroup.single(DEVICE) as group:
         config = TransportConfig(hidden=HIDDEN, max_tokens_per_rank=4, max_topk=2, dtype=inputs(0, 0, 1)[0].dtype)
         transport = NvlinkTransport(group, Placement.linear(2, 1), config)
-        begin(transport, 0)
-        transport._dispatches.receive(0, transport._slots.stage(0)[1].inputs, send=True)  # as a graph that is replayed
+        send(transport, 0)
+        replayed = copy.copy(transport._slots.stage(0)[1])
+        transport.dispatch_recv()
+        transport._dispatches.receive(replayed, send=True)  # as a graph would
         with pytest.raises(RuntimeError, match="rank 0 has run round 0 out of order"):
             transport.check()
         transport.abandon()

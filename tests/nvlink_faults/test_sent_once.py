@@ -120,11 +120,11 @@ def test_abandon_goes_on_where_it_failed() -> None:
 
 def launch_combine(transport: Any, y: torch.Tensor | None, send: bool, receive: bool, out: torch.Tensor) -> None:
     """Launch halves of the combine of slot 0's round, whatever the slot waits for."""
-    plan = transport._slots.stage(0)[1].plan
+    _, round_ = transport._slots.stage(0)
     if receive:
-        transport._combines.receive(0, plan, y, send=send, out=out)
+        transport._combines.receive(round_, y, send=send, out=out)
     else:
-        transport._combines.send(0, plan, y)
+        transport._combines.send(round_, y)
 
 
 def launch_again(group: EPGroup) -> list[str]:

@@ -28,10 +28,10 @@ from ep_moe.testing.cases import ROUTINGS
 from ep_moe.testing.rounds import compute_experts
 from ep_moe.testing.transports import check_abandon, check_sit_out, check_slots
 from ep_moe.transport import HierarchicalTransport, create_transport
+from ep_moe.transport.base import RoundKind
 from ep_moe.transport.hierarchical import relay
-from ep_moe.transport.hierarchical.nodes import find_nodes
+from ep_moe.transport.hierarchical.network import find_nodes
 from ep_moe.transport.payload import RowFormat
-from ep_moe.transport.round_kind import RoundKind
 
 CONFIG = GroupConfig(timeout_secs=60)
 FEW = (

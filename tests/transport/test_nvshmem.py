@@ -229,8 +229,7 @@ def test_a_rank_that_came_to_an_earlier_allocation_is_named(tmp_path: Path) -> N
 def map_without_an_address(group: EPGroup) -> str:
     """The error of memory in which rank 0 has no address of rank 1's part."""
     from ep_moe.group.symmetric import SymmetricBuffer
-    from ep_moe.transport.one_sided.memory import PeerMemory
-    from ep_moe.transport.one_sided.round_plan import ranks_of, regions_of
+    from ep_moe.transport.one_sided.memory import PeerMemory, ranks_of, regions_of
 
     def make(group: EPGroup, num_bytes: int) -> SymmetricBuffer:
         buffer = SymmetricBuffer(group, num_bytes)
@@ -313,7 +312,7 @@ ON_TWO_GPUS = [
 def check_on_rank(group: EPGroup, stores: str) -> dict[str, str]:
     """All checks of the transport on this rank."""
     from ep_moe.testing import check_transport
-    from ep_moe.transport.one_sided.nvshmem import NvshmemTransport
+    from ep_moe.transport.one_sided import NvshmemTransport
 
     def make(group: EPGroup, placement: Placement, config: TransportConfig) -> Any:
         return NvshmemTransport(group, placement, dataclasses.replace(config, nvshmem_stores=stores))

@@ -3,12 +3,20 @@
 Letters: T tokens on this rank, N rows, K top-k, H hidden, R ranks, P physical experts.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from ep_moe.quant import Quantized, as_bytes
 from ep_moe.routing import Routing
 from ep_moe.transport.headers import HEADER_WORDS, Header, find_bad_ids
 from ep_moe.transport.payload import WORD_BYTES, RowFormat, SendPlan
+
+
+def owners(counts: Sequence[int], device: torch.device) -> torch.Tensor:
+    """[P] int32, physical expert -> rank (or node), of which each owns so many consecutive experts. Local."""
+    numbers = torch.arange(len(counts), dtype=torch.int32, device="cpu")
+    return numbers.repeat_interleave(torch.tensor(counts, device="cpu")).to(device)
 
 
 def plan_send(

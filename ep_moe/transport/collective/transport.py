@@ -17,19 +17,11 @@ from ep_moe.group import EPGroup
 from ep_moe.group.collectives import begin_all_to_all
 from ep_moe.layout import Packed, TokenRows, merge_repeats
 from ep_moe.placement import Placement
-from ep_moe.transport.agreement import check_waits_for_all, compare_ranks
 from ep_moe.transport.base import Dispatched
-from ep_moe.transport.collective.send_plan import plan_send, write_rows
+from ep_moe.transport.collective.send_plan import owners, plan_send, write_rows
 from ep_moe.transport.headers import HEADER_WORDS, refusal, swap_headers
-from ep_moe.transport.host_sync import HostSyncTransport, OpenRound, PackedHandle, Tokens, sum_experts
+from ep_moe.transport.host_sync import HostSyncTransport, OpenRound, Tokens, sum_experts
 from ep_moe.transport.payload import RowFormat
-
-
-@dataclasses.dataclass(kw_only=True, slots=True)
-class CollectiveHandle(PackedHandle):
-    """The maps by which a combine returns each received row to its source rank."""
-
-    recv_counts: tuple[int, ...]  # rows received from each rank
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -37,7 +29,6 @@ class _Round(OpenRound):
     row_format: RowFormat
     token_to_row: torch.Tensor  # [T, R] int32: a token's row in the send buffer, and in the results' buffer, -1 none
     send_counts: tuple[int, ...]  # rows sent to each rank
-    recv_counts: tuple[int, ...]  # rows received from each rank
     recv_pairs: int  # received (token, local expert) pairs
     work: dist.Work | None
     buffers: tuple[torch.Tensor, ...]  # source and destination of the all-to-all in flight, kept alive until it ends
@@ -57,14 +48,11 @@ class CollectiveTransport(HostSyncTransport[_Round]):
     the payload is sent asynchronously.
     """
 
+    _waiting = "a collective"
+
     def __init__(self, group: EPGroup, placement: Placement, config: TransportConfig) -> None:
-        compare_ranks(group, placement, config)
-        check_waits_for_all(config, "a collective")
         super().__init__(group, placement, config)
-        self._owner = torch.repeat_interleave(
-            torch.arange(group.num_ranks, dtype=torch.int32, device="cpu"),
-            torch.tensor([placement.num_local_experts(r) for r in range(group.num_ranks)], device="cpu"),
-        ).to(group.device)  # [P] int32, physical expert -> rank
+        self._owner = owners([placement.num_local_experts(r) for r in range(group.num_ranks)], group.device)
 
     def _send(self, tokens: Tokens, slot: int) -> _Round:
         sizes, ids, device = tokens.sizes, tokens.routing.topk_ids, self.device
@@ -107,10 +95,6 @@ class CollectiveTransport(HostSyncTransport[_Round]):
         state.work, state.buffers = None, ()
         return packed
 
-    def _handle(self, slot: int, state: _Round, packed: Packed) -> CollectiveHandle:
-        maps = {"token_to_row": packed.token_to_row, "topk_weights": packed.topk_weights}
-        return CollectiveHandle(slot=slot, round=state.round, recv_counts=state.recv_counts, **maps)
-
     def _send_results(self, state: _Round, y: torch.Tensor, dispatched: Dispatched) -> None:
         self._send_sums(state, sum_experts(y, dispatched, out=state.sums).contiguous())
 
@@ -122,11 +106,10 @@ class CollectiveTransport(HostSyncTransport[_Round]):
         call, state = self._slots.stage(slot)
         if state is not None and call == "dispatch_recv":
             self._wait(state, "dispatch")
-            self._slots.advance(slot, call, state)
+            self._slots.put(slot, "combine_send", state)
         state = self._slots.expect(slot, "combine_send")
-        assert state is not None
         self._send_sums(state, state.sums.fill_(float("nan")))
-        self._slots.advance(slot, "combine_send", state)
+        self._slots.put(slot, "combine_recv", state)
         return state.round
 
     def _send_sums(self, state: _Round, sums: torch.Tensor) -> None:
@@ -140,17 +123,10 @@ class CollectiveTransport(HostSyncTransport[_Round]):
     def _send_refusal(self, num_tokens: int, round_: int) -> None:
         swap_headers(self._group, refusal(num_tokens, self.num_ranks, self.device), round_)
 
-    def abandon(self, *, slot: int = 0) -> None:
-        """See `Transport.abandon`."""
-        self._group.check_open()
-        call, state = self._slots.stage(slot)
-        if state is None:
-            return
-        self._group.check()
+    def _end(self, state: _Round, call: str, slot: int) -> None:
         if call != "combine_recv":
             self.send_nan(slot=slot)
         self._wait(state, "abandoned round")
-        self._slots.close(slot)
 
     def _wait(self, state: _Round, phase: str) -> None:
         if state.work is not None:

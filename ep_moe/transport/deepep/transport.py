@@ -21,7 +21,6 @@ from ep_moe.layout import Packed, merge_repeats
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantized
 from ep_moe.routing import Routing
-from ep_moe.transport.agreement import check_waits_for_all, compare_ranks
 from ep_moe.transport.base import Dispatched
 from ep_moe.transport.checks import DispatchArguments
 from ep_moe.transport.deepep import low_latency, per_rank
@@ -62,6 +61,8 @@ class DeepEPTransport(HostSyncTransport[_Round]):
     names a size that the mode cannot carry.
     """
 
+    _waiting = "DeepEP"
+
     def __init__(
         self,
         group: EPGroup,
@@ -71,13 +72,11 @@ class DeepEPTransport(HostSyncTransport[_Round]):
         mode: str = "auto",
         cast: bool = False,
     ) -> None:
-        compare_ranks(group, placement, config)
-        check_waits_for_all(config, "DeepEP")
+        super().__init__(group, placement, config)
         check_common(config.dtype, group)
         library = _agreed_library(group, mode, config.max_tokens_per_rank)
         if cast and library.mode != "low_latency":
             raise ValueError(f"cast: DeepEP casts in mode 'low_latency' alone, the mode is {library.mode!r}")
-        super().__init__(group, placement, config)
         self.mode, self._destroyed = library.mode, False
         counts = [placement.num_local_experts(rank) for rank in range(group.num_ranks)]
         most = max(*counts, FEWEST_EXPERTS // group.num_ranks)
@@ -152,24 +151,17 @@ class DeepEPTransport(HostSyncTransport[_Round]):
         words = Header(num_tokens=num_tokens, refused=1)
         gather_headers(self._group, torch.tensor(words, dtype=torch.int64, device=self.device), round_)
 
-    def abandon(self, *, slot: int = 0) -> None:
-        """See `Transport.abandon`."""
-        self._group.check_open()
-        call, state = self._slots.stage(slot)
-        if state is None:
-            return
+    def _end(self, state: _Round, call: str, slot: int) -> None:
         with self._calling("abandoned round", state.round):
             if call != "combine_recv":
                 shape = (self._exchange.count(state.work), self.config.hidden)
                 nothing = torch.full(shape, float("nan"), dtype=self.config.dtype, device=self.device)
                 self._exchange.send_back(state.work, nothing)
             self._exchange.receive_back(state.work)
-        self._slots.close(slot)
 
     def check(self) -> None:
         """See `Transport.check`. On a GPU this waits, within the deadline, for what DeepEP's kernels have begun."""
-        self._slots.check_open()
-        self._group.check()
+        super().check()
         if self.device.type == "cuda":
             done = torch.cuda.Event()
             done.record(torch.cuda.current_stream(self.device))

@@ -23,12 +23,11 @@ from ep_moe.layout import Flat, TokenRows, merge_repeats, weighted_sum
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, QuantScheme, get_scheme
 from ep_moe.routing import Routing
-from ep_moe.transport.base import Dispatched, Handle
+from ep_moe.transport.base import Dispatched, Handle, RoundKind
 from ep_moe.transport.collective import CollectiveTransport
-from ep_moe.transport.collective.transport import CollectiveHandle
-from ep_moe.transport.hierarchical.nodes import NodeGrid
+from ep_moe.transport.hierarchical.network import NodeGrid
+from ep_moe.transport.host_sync import PackedHandle
 from ep_moe.transport.payload import RowFormat
-from ep_moe.transport.round_kind import RoundKind
 
 if TYPE_CHECKING:
     from ep_moe.transport.one_sided import NvlinkTransport
@@ -68,22 +67,24 @@ class Relay:
     Args:
         group: of all ranks. At least 2 ranks on each node.
         config: of the whole transport. inside: "nvlink", "collective", or "auto".
+
+    Attributes:
+        inner: the transport of these rounds; None in a node without experts.
     Collective.
     """
 
-    _inner: "CollectiveTransport | NvlinkTransport | None"
+    inner: "CollectiveTransport | NvlinkTransport | None"
 
     def __init__(
         self, group: EPGroup, grid: NodeGrid, placement: Placement, config: TransportConfig, inside: str
     ) -> None:
         part = group.split(grid.nodes)
-        assert isinstance(part, GroupPart)
         self._part, self._grid = part, grid
         part.place = group.next_gather  # in which `make_relay` meets the other nodes, some of which make nothing
         self.first, self.last = grid.experts(placement)[grid.node]
         self._chunk_rows = min(config.chunk_rows, config.max_tokens_per_rank)
         self._chunks = -(-config.max_tokens_per_rank // self._chunk_rows)
-        self._inner = None
+        self.inner = None
         own = placement.starts[grid.rank - grid.local_rank :][: grid.ranks_per_node + 1]
         slots = config.num_slots * grid.num_nodes * self._chunks
         inner = dataclasses.replace(
@@ -98,9 +99,9 @@ class Relay:
         if self._one_sided:
             from ep_moe.transport.one_sided import NvlinkTransport  # it needs Triton
 
-            self._inner = NvlinkTransport(part, local, inner)
+            self.inner = NvlinkTransport(part, local, inner)
         else:
-            self._inner = CollectiveTransport(part, local, inner)
+            self.inner = CollectiveTransport(part, local, inner)
 
     def enter(self, phase: str, round_: int) -> None:
         """From now on waits inside the node belong to this phase and round of the whole transport. Local."""
@@ -134,10 +135,10 @@ class Relay:
             rows: [n, row_bytes] uint8, all that this relay has of the round's source node.
         Collective in the node; no wait on GPUs with one-sided stores.
         """
-        assert self._inner is not None
+        assert self.inner is not None
         values, scale, routing = row_format.read(rows[forwarded.rows])
         ids, weights = merge_repeats(routing.topk_ids, routing.topk_weights, first=self.first, last=self.last)
-        self._inner.dispatch_send(
+        self.inner.dispatch_send(
             values if scale is None else Quantized(values=values, scale=scale, scheme=scheme),
             Routing(topk_ids=ids, topk_weights=weights),
             layout=Layout.FLAT,
@@ -152,8 +153,8 @@ class Relay:
         Collective in the node.
         """
         for forwarded in rounds:
-            assert self._inner is not None
-            forwarded.dispatched = self._inner.dispatch_recv(slot=forwarded.slot)
+            assert self.inner is not None
+            forwarded.dispatched = self.inner.dispatch_recv(slot=forwarded.slot)
             forwarded.blocks = _blocks(forwarded, self._grid.ranks_per_node)
         places: dict[int, list[int]] = {id(forwarded): [] for forwarded in rounds}
         place = 0
@@ -211,14 +212,14 @@ class Relay:
                 weighted sum for each of these rows already.
         Collective in the node, no wait.
         """
-        assert self._inner is not None
+        assert self.inner is not None
         if y is None:
-            round_ = self._inner.send_nan(slot=forwarded.slot)
+            round_ = self.inner.send_nan(slot=forwarded.slot)
             handle = Handle(slot=forwarded.slot, round=round_)
             forwarded.dispatched = Dispatched(batch=None, handle=handle)  # type: ignore[arg-type]
             return
         assert forwarded.dispatched is not None
-        pool, like = forwarded.batch, self._inner.config
+        pool, like = forwarded.batch, self.inner.config
         num_rows = pool.x.shape[0]
         places = [
             (block, slice(place, place + count))
@@ -226,15 +227,15 @@ class Relay:
         ]
         if maps is None:
             rows = torch.empty(num_rows, like.hidden, dtype=like.dtype, device=y.device)
-            for here, there in places:
-                rows[here] = y[there]
+            for source, packed in places:
+                rows[source] = y[packed]
         else:
             index = torch.full((num_rows, maps[0].shape[1]), -1, dtype=torch.int32, device=y.device)
             weights = torch.zeros(index.shape, dtype=torch.float32, device=y.device)
-            for here, there in places:
-                index[here], weights[here] = maps[0][there], maps[1][there]
+            for source, packed in places:
+                index[source], weights[source] = maps[0][packed], maps[1][packed]
             rows = weighted_sum(y, index, weights)
-        self._inner.combine_send(rows, forwarded.dispatched)
+        self.inner.combine_send(rows, forwarded.dispatched)
 
     def sum(self, forwarded: Forwarded, out: torch.Tensor) -> None:
         """Sum the node's rows of a round, in rank order in float32, rounded once.
@@ -243,29 +244,19 @@ class Relay:
             out: [n, H] in the model's dtype, written: a row for each that this relay had sent.
         Collective in the node.
         """
-        assert self._inner is not None
+        assert self.inner is not None
         assert forwarded.dispatched is not None
-        self._inner.combine_recv(forwarded.dispatched, out=out)
+        self.inner.combine_recv(forwarded.dispatched, out=out)
 
     def warmup(self, kinds: Sequence[RoundKind]) -> None:
         """See `Transport.warmup`. All ranks of all nodes wait for each other once, whatever their nodes use.
 
         Collective in the whole group.
         """
-        if self._inner is None or not self._one_sided:
+        if self.inner is None or not self._one_sided:
             self._part.wait_for_all("compile")
         else:
-            self._inner.warmup(list(dict.fromkeys(map(_inner_kind, kinds))))
-
-    def check(self) -> None:
-        """See `Transport.check`. Host sync."""
-        if self._inner is not None:
-            self._inner.check()
-
-    def destroy(self) -> None:
-        """See `Transport.destroy`. Local."""
-        if self._inner is not None:
-            self._inner.destroy()
+            self.inner.warmup(list(dict.fromkeys(map(_inner_kind, kinds))))
 
 
 def make_relay(
@@ -288,8 +279,8 @@ def make_relay(
         problem = str(error)
     problems = {rank: text for rank, text in enumerate(group.all_gather_object(problem)) if text}
     if problems:
-        if relay is not None:
-            relay.destroy()
+        if relay is not None and relay.inner is not None:
+            relay.inner.destroy()
         first = min(problems)
         raise RuntimeError(f"rounds inside the node of rank {first} cannot be made: {problems[first]}")
     return relay
@@ -311,7 +302,7 @@ def _blocks(forwarded: Forwarded, num_relays: int) -> tuple[tuple[slice, int], .
     """By relay, the rows that were received from it, and how many there may be."""
     assert forwarded.dispatched is not None
     handle = forwarded.dispatched.handle
-    if isinstance(handle, CollectiveHandle):  # packed
+    if isinstance(handle, PackedHandle):
         ends = itertools.accumulate(handle.recv_counts)
         return tuple((slice(end - n, end), n) for end, n in zip(ends, handle.recv_counts, strict=True))
     # one-sided: the first tokens of all relays, then the second

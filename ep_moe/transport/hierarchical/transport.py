@@ -22,16 +22,13 @@ from ep_moe.config import TransportConfig
 from ep_moe.group import EPGroup
 from ep_moe.layout import Packed, TokenRows, merge_repeats
 from ep_moe.placement import Placement
-from ep_moe.transport.agreement import check_waits_for_all, compare_ranks
-from ep_moe.transport.base import Dispatched
-from ep_moe.transport.collective.send_plan import plan_send, write_rows
+from ep_moe.transport.base import Dispatched, RoundKind
+from ep_moe.transport.collective.send_plan import owners, plan_send, write_rows
 from ep_moe.transport.headers import HEADER_WORDS, refusal, swap_headers
-from ep_moe.transport.hierarchical.network import Message, Network, NetworkTraffic
-from ep_moe.transport.hierarchical.nodes import NodeGrid, find_nodes
+from ep_moe.transport.hierarchical.network import Message, Network, NetworkTraffic, NodeGrid, find_nodes
 from ep_moe.transport.hierarchical.relay import Forwarded, make_relay
 from ep_moe.transport.host_sync import HostSyncTransport, OpenRound, Tokens, maps_of, sum_experts
 from ep_moe.transport.payload import RowFormat
-from ep_moe.transport.round_kind import RoundKind
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -42,7 +39,6 @@ class _Round(OpenRound):
     chunks: int  # messages to the other nodes in either direction, the same on all ranks
     token_to_row: torch.Tensor  # [T, N] int32: a token's row in the send buffer, and in the results' buffer, -1 none
     send_counts: tuple[int, ...]  # rows sent to each node
-    recv_counts: tuple[int, ...]  # rows received from each node
     recv_pairs: int  # at most so many received (token, local expert) pairs
     sent: torch.Tensor  # [rows sent, row_bytes] uint8
     pool: torch.Tensor  # [rows received, row_bytes] uint8, without rounds inside the node
@@ -70,18 +66,14 @@ class HierarchicalTransport(HostSyncTransport[_Round]):
     forwards. On GPUs forwarding runs on a stream of its own.
     """
 
+    _waiting = "a collective"
+
     def __init__(self, group: EPGroup, placement: Placement, config: TransportConfig, *, inside: str = "auto") -> None:
-        compare_ranks(group, placement, config)
-        check_waits_for_all(config, "a collective")
         super().__init__(group, placement, config)
         self.nodes: NodeGrid = find_nodes(group, config.ranks_per_node)
         self._network = Network(group, self.nodes)
         self._relay = make_relay(group, self.nodes, placement, config, inside)
-        spans = self.nodes.experts(placement)
-        self._owner = torch.repeat_interleave(
-            torch.arange(len(spans), dtype=torch.int32, device="cpu"),
-            torch.tensor([last - first for first, last in spans], device="cpu"),
-        ).to(group.device)  # [P] int32, physical expert -> node
+        self._owner = owners([last - first for first, last in self.nodes.experts(placement)], group.device)
         on_gpu = group.device.type == "cuda" and self._relay is not None
         self._stream = torch.cuda.Stream(group.device) if on_gpu else None
 
@@ -262,13 +254,8 @@ class HierarchicalTransport(HostSyncTransport[_Round]):
         swap_headers(self._group, refusal(num_tokens, self.num_ranks, self.device), round_)
         self._count_headers()
 
-    def abandon(self, *, slot: int = 0) -> None:
-        """See `Transport.abandon`. What this rank forwards for others still reaches them."""
-        self._group.check_open()
-        call, state = self._slots.stage(slot)
-        if state is None:
-            return
-        self._group.check()
+    def _end(self, state: _Round, call: str, slot: int) -> None:
+        """What this rank forwards for others still reaches them."""
         with self._reporting():
             if call == "dispatch_recv":
                 self._network.wait(state.messages, "dispatch", state.round)
@@ -277,7 +264,6 @@ class HierarchicalTransport(HostSyncTransport[_Round]):
                 self._send_sums(state, None, None)
         self._network.wait(state.messages, "abandoned round", state.round)
         self._join()
-        self._slots.close(slot)
 
     def warmup(self, kinds: Sequence[RoundKind]) -> None:
         """See `Transport.warmup`: kernels of the rounds inside a node, if they are one-sided."""
@@ -287,16 +273,15 @@ class HierarchicalTransport(HostSyncTransport[_Round]):
 
     def check(self) -> None:
         """See `Transport.check`. A round's errors are raised by its own calls; this raises those of lost ranks."""
-        self._slots.check_open()
-        self._group.check()
-        if self._relay is not None:
-            self._relay.check()
+        super().check()
+        if self._relay is not None and self._relay.inner is not None:
+            self._relay.inner.check()
 
     def destroy(self) -> None:
         """See `Transport.destroy`. Open rounds are dropped; the group stays."""
-        self._slots.destroy()
-        if self._relay is not None:
-            self._relay.destroy()
+        super().destroy()
+        if self._relay is not None and self._relay.inner is not None:
+            self._relay.inner.destroy()
 
     @contextlib.contextmanager
     def _relaying(self, phase: str, round_: int) -> Iterator[None]:

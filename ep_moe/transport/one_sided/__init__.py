@@ -1,6 +1,5 @@
 """The one-sided exchange: stores into peers' memory, from kernels. Users choose it by the name "nvlink"."""
 
-from ep_moe.transport.one_sided.nvshmem import NvshmemTransport
-from ep_moe.transport.one_sided.transport import NvlinkTransport
+from ep_moe.transport.one_sided.transport import NvlinkTransport, NvshmemTransport
 
 __all__ = ["NvlinkTransport", "NvshmemTransport"]

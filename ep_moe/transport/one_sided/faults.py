@@ -49,7 +49,7 @@ class Faults:
         states: SlotStates,
     ) -> None:
         self._group, self._config, self._memory, self._states = group, config, memory, states
-        self._num_physical = placement.num_physical
+        self._num_physical, self._watch = placement.num_physical, group.watch
         *self._reports, self._bell = (memoryview(words.numpy()) for words in states.reports)
         self.timeout_ns = int(group.config.timeout_secs * (_POLLS_PER_SEC if INTERPRET else 1e9))
         self._members = Members(group) if config.on_peer_loss == "mask" else None
@@ -84,7 +84,7 @@ class Faults:
         if self._bell[0]:
             self._read_reports()
         if self._lost is None and self._members is None:
-            failure = self._group.failure
+            failure = None if self._watch is None else self._watch.failure
             if failure is None:
                 return
             self._lost = failure.copy()

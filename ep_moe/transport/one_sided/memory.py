@@ -7,14 +7,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import triton
 
 from ep_moe.config import TransportConfig
 from ep_moe.group import EPGroup
+from ep_moe.group.nvshmem_heap import NvshmemBuffer, check_nvshmem
 from ep_moe.group.symmetric import SymmetricBuffer, why_unreachable
 from ep_moe.kernels.exchange.peers import Links
 from ep_moe.kernels.exchange.wire_layout import PLACE_BITS, RETURNED, VALUES, Ranks, Regions, host_abort
 from ep_moe.placement import Placement
-from ep_moe.transport.one_sided.round_plan import ranks_of, regions_of
+from ep_moe.transport.one_sided.tuning import WORD_TOKENS
 
 MOST_RANKS = 32  # one bit each in int32 masks
 MOST_TOKENS = 1 << PLACE_BITS.value  # of a rank: an entry's low bits hold a row's place, its high bits the expert
@@ -32,6 +34,34 @@ def check_limits(name: str, group: EPGroup, placement: Placement, config: Transp
     ):
         if value > limit:
             raise ValueError(f"{size} ({value}) exceeds {limit}, the most that transport {name!r} carries")
+
+
+def ranks_of(placement: Placement, rank: int, puts: int = 0) -> Ranks:
+    """The constants of kernels that depend on the ranks alone. puts: a bit for each rank that puts reach."""
+    num_ranks = placement.num_ranks
+    most = max(*map(placement.num_local_experts, range(num_ranks)), 1)
+    return Ranks(
+        R=num_ranks,
+        RANKS=triton.next_power_of_2(num_ranks),
+        RANK=rank,
+        STARTS=placement.starts,
+        L=most,
+        EXPERTS=triton.next_power_of_2(most),
+        PUTS=puts,
+    )
+
+
+def regions_of(config: TransportConfig, ranks: Ranks) -> Regions:
+    """The regions of a slot's memory."""
+    return Regions(
+        num_ranks=ranks.R,
+        max_experts=ranks.L,
+        max_tokens=config.max_tokens_per_rank,
+        hidden=config.hidden,
+        max_topk=config.max_topk,
+        itemsize=config.dtype.itemsize,
+        word_tokens=WORD_TOKENS,
+    )
 
 
 class PeerMemory:
@@ -138,3 +168,27 @@ def map_peers(group: EPGroup, placement: Placement, config: TransportConfig) -> 
         raise RuntimeError(f"transport 'nvlink' needs memory that all ranks reach, but {reason}")
     ranks = ranks_of(placement, group.rank)
     return ranks, PeerMemory(group, regions_of(config, ranks), config.num_slots)
+
+
+def map_heap(group: EPGroup, placement: Placement, config: TransportConfig) -> tuple[Ranks, PeerMemory]:
+    """`map_peers` with NVSHMEM's heap, which peers reach by address or by puts; in the interpreter, with files."""
+    on_gpus, stores = group.device.type == "cuda", config.nvshmem_stores
+    if on_gpus:
+        check_nvshmem(group)
+    reason = why_unreachable(group, inside_nodes=stores != "addresses")
+    if reason:
+        needs = "that all ranks reach" if stores == "addresses" else "that all ranks of a node reach"
+        raise RuntimeError(f"transport 'nvshmem' with nvshmem_stores {stores!r} needs memory {needs}, but {reason}")
+    nodes = group.all_gather_object(group.node)
+    if config.on_peer_loss == "mask" and len(set(nodes)) > 1:
+        raise ValueError(
+            f"on_peer_loss ('mask') needs ranks on one node, got {len(set(nodes))}: puts to another node may still "
+            "be under way when their kernel has ended"
+        )
+    puts = 0
+    for rank, node in enumerate(nodes):
+        by_put = stores == "puts" or (stores == "auto" and node != group.node)
+        puts |= (by_put and rank != group.rank) << rank
+    ranks = ranks_of(placement, group.rank, puts)
+    make = NvshmemBuffer if on_gpus else SymmetricBuffer
+    return ranks, PeerMemory(group, regions_of(config, ranks), config.num_slots, puts=puts, make_buffer=make)

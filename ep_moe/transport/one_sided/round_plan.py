@@ -1,13 +1,14 @@
-"""Plans of rounds: constants of the kernels, shapes of the batch and launches, made once for rounds of equal shapes.
+"""What launches of a transport's kernels share, and plans: what rounds of equal shapes share, made once.
 
 Letters: T tokens on this rank, H hidden, K top-k, R ranks, M max_tokens_per_rank, L local experts, P physical experts.
 """
 
 import bisect
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,14 +18,18 @@ from ep_moe.kernel_launch.allocation import allocator
 from ep_moe.kernel_launch.kernel import Kernel
 from ep_moe.kernels.exchange.dispatch_receive import Receiving
 from ep_moe.kernels.exchange.dispatch_send import Sending
-from ep_moe.kernels.exchange.wire_layout import Ranks, Regions, Row
+from ep_moe.kernels.exchange.round_state import Halves
+from ep_moe.kernels.exchange.wire_layout import Ranks, Row
 from ep_moe.layout import TokenRows
 from ep_moe.layout.frame import Frame, make_frame
 from ep_moe.placement import Placement
-from ep_moe.quant import Quantized, QuantScheme, TensorFormat, get_scheme
-from ep_moe.routing import Routing
+from ep_moe.quant import Quantized, QuantScheme, TensorFormat
+from ep_moe.transport.base import Handle
 from ep_moe.transport.checks import DispatchArguments
-from ep_moe.transport.layer_tag import NO_LAYER, signed_word
+from ep_moe.transport.layer_tag import signed_word
+from ep_moe.transport.one_sided.memory import PeerMemory, regions_of
+from ep_moe.transport.one_sided.occupancy import REGISTERS, WIDE_REGISTERS
+from ep_moe.transport.one_sided.slot_state import SlotStates
 from ep_moe.transport.one_sided.tuning import (
     SELF_COUNTED_TOKENS,
     WORD_TOKENS,
@@ -43,17 +48,68 @@ _MOST_PLANS = 512
 SIZE_STEP = 16  # between the smallest batches
 
 
+@dataclasses.dataclass(kw_only=True, slots=True)
+class KernelContext:
+    """Sizes, memory and options of a transport's launches."""
+
+    config: TransportConfig
+    ranks: Ranks
+    device: torch.device
+    memory: PeerMemory
+    states: SlotStates
+    tuning: Tuning
+    timeout_ns: int
+    early: bool  # `Device.early_launch`
+    waiting: Callable[[str, int], contextlib.AbstractContextManager[None]]  # `Faults.waiting`
+
+    def halves(self, *, send: bool, receive: bool) -> Halves:
+        """The constants of a launch of one half or both."""
+        return Halves(send, receive, self.early)
+
+    def options(self, num_warps: int) -> dict[str, Any]:
+        """Options of the compiler."""
+        options: dict[str, Any] = {"num_warps": num_warps, "maxnreg": WIDE_REGISTERS if num_warps > 4 else REGISTERS}
+        if self.memory.libraries:
+            options["extern_libs"] = self.memory.libraries
+        return {**options, "launch_pdl": True} if self.early else options
+
+
+def is_aligned(rows: torch.Tensor) -> bool:
+    """Whether rows can be moved in 16-byte pieces in place: each contiguous, ALIGNMENT elements or a multiple apart."""
+    at_pieces = rows.data_ptr() % 16 == 0 and rows.stride(0) % ALIGNMENT == 0
+    return at_pieces and (rows.stride(1) == 1 or rows.shape[1] == 1)
+
+
+def aligned_rows(rows: torch.Tensor) -> torch.Tensor:
+    """The rows themselves, or a copy that `is_aligned`."""
+    return rows if is_aligned(rows) else rows.clone(memory_format=torch.contiguous_format)
+
+
+class RoundSpec(NamedTuple):
+    """What the plan of a round follows from."""
+
+    num_tokens: int  # T, the rows of x
+    num_topk: int
+    layout: Layout
+    scheme: QuantScheme
+    quantized: bool  # x is `Quantized` already
+    counted: bool  # the number of tokens among the rows is on the device
+    max_num_tokens: int  # of any rank, M or less: rows of a source rank in the batch
+
+    @classmethod
+    def of(cls, arguments: DispatchArguments, max_num_tokens: int) -> "RoundSpec":
+        """That of a dispatch."""
+        x, routing, layout, scheme, num_tokens, *_ = arguments
+        shape, counted = routing.topk_ids.shape, num_tokens is not None
+        return cls(*shape, layout, scheme, isinstance(x, Quantized), counted, max_num_tokens)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RoundPlan:
     """Constants, shapes and launches that rounds of equal shapes share."""
 
-    scheme: QuantScheme
+    spec: RoundSpec
     fingerprint: int  # of the payload's format
-    layout: Layout
-    num_tokens: int  # T, the rows of x
-    max_num_tokens: int  # of any rank, M or less: rows of a source rank in the batch
-    num_topk: int
-    quantized: bool  # x is `Quantized` already
     blocks: int  # of tokens whose ids are counted before the dispatch, 0 if each program counts all ids itself
     announcers: int
     programs: DispatchTuning
@@ -61,7 +117,7 @@ class RoundPlan:
     output_shape: tuple[int, ...]  # of the experts' output
     new_result: Callable[[], torch.Tensor]  # allocates [T, H]
     in_place: bool  # contiguous inputs are sent as they are: nothing runs before the dispatch kernel
-    strides: tuple[int, ...]  # of inputs sent in place, see `RoundInputs`
+    strides: tuple[int, ...]  # of inputs sent in place: of x, of its scales, of ids and of weights
     expected_rows: int
     row: Row
     sending: Sending
@@ -72,30 +128,18 @@ class RoundPlan:
     signature: object = dataclasses.field(default_factory=object)  # of its batches
 
 
-def plan_key(arguments: DispatchArguments, max_num_tokens: int) -> tuple[Any, ...]:
-    """Key of a round's plan: types, shapes, dtypes, layout and scheme; a `Quantized` x needs further checks.
+@dataclasses.dataclass(slots=True)
+class ExchangeRound(Handle):
+    """A round of the one-sided exchange, from its dispatch to its combine."""
 
-    Layout and scheme are compared by identity: a cache must keep both alive with the key.
-    Errors: AttributeError for an input that is no tensor, which `check_dispatch` refuses.
-    """
-    x, routing, layout, scheme, num_tokens, _, _ = arguments
-    quantized, ids = isinstance(x, Quantized), routing.topk_ids
-    values: torch.Tensor = x.values if quantized else x  # type: ignore[assignment]
-    count = None if num_tokens is None else (type(num_tokens), num_tokens.shape, num_tokens.dtype, num_tokens.device)
-    return (
-        type(values),
-        values.layout,
-        values.shape,
-        values.dtype,
-        values.device,
-        routing.signature or (ids.shape, ids.dtype, ids.device),
-        type(routing),
-        id(layout),
-        id(scheme),
-        quantized,
-        count,
-        max_num_tokens,
-    )
+    slot: int
+    round: int
+    plan: RoundPlan
+    tokens: tuple[torch.Tensor, ...]  # `dispatch_send.Tokens`, whose x may be in the model's dtype; () once received
+    addresses: tuple[int, ...]  # of `tokens`
+    numbers: tuple[int, ...]  # strides of `tokens`, `LayerTag.words`, the round's number, timeout
+    refusal: int  # 1 if the dispatch sends the error flag
+    sent_y: torch.Tensor | None = None  # y of a combine that was sent, kept alive until its kernel has read it
 
 
 def fused_quantization(payload: TensorFormat) -> str:
@@ -111,34 +155,6 @@ def fused_quantization(payload: TensorFormat) -> str:
 def _shared_elements(payload: TensorFormat, hidden: int) -> int:
     """Elements that share a scale, a power of two: the last group of a row may be short."""
     return payload.block[1] if payload.granularity == "group" else triton.next_power_of_2(hidden)
-
-
-def ranks_of(placement: Placement, rank: int, puts: int = 0) -> Ranks:
-    """The constants of kernels that depend on the ranks alone. puts: a bit for each rank that puts reach."""
-    num_ranks = placement.num_ranks
-    most = max(*map(placement.num_local_experts, range(num_ranks)), 1)
-    return Ranks(
-        R=num_ranks,
-        RANKS=triton.next_power_of_2(num_ranks),
-        RANK=rank,
-        STARTS=placement.starts,
-        L=most,
-        EXPERTS=triton.next_power_of_2(most),
-        PUTS=puts,
-    )
-
-
-def regions_of(config: TransportConfig, ranks: Ranks) -> Regions:
-    """The regions of a slot's memory."""
-    return Regions(
-        num_ranks=ranks.R,
-        max_experts=ranks.L,
-        max_tokens=config.max_tokens_per_rank,
-        hidden=config.hidden,
-        max_topk=config.max_topk,
-        itemsize=config.dtype.itemsize,
-        word_tokens=WORD_TOKENS,
-    )
 
 
 def distinct_sizes(max_tokens: int) -> Iterator[int]:
@@ -163,24 +179,46 @@ def batch_sizes(max_tokens: int) -> list[int]:
 
 
 class RoundPlans:
-    """The plans of a transport's rounds on this rank, by `plan_key`."""
+    """The plans of a transport's rounds on this rank, by what `find` compares."""
 
     def __init__(
         self, config: TransportConfig, placement: Placement, ranks: Ranks, tuning: Tuning, device: torch.device
     ) -> None:
         self._config, self._placement, self._ranks, self._tuning = config, placement, ranks, tuning
-        self._device = device
-        self._sizes = batch_sizes(config.max_tokens_per_rank)
+        self._device, self._sizes = device, batch_sizes(config.max_tokens_per_rank)
         self._plans: dict[tuple[Any, ...], RoundPlan] = {}
         self._last: tuple[Any, RoundPlan | None] = (None, None)  # key and plan: rounds of one kind follow each other
 
-    def find(self, key: tuple[Any, ...]) -> RoundPlan | None:
-        """The plan of rounds with this key, if there is one. Local."""
+    def find(self, arguments: DispatchArguments, max_num_tokens: int) -> RoundPlan | None:
+        """The plan of rounds of these types, shapes, dtypes, layout and scheme, if there is one.
+
+        Layout and scheme are compared by identity: plans keep both alive. A `Quantized` x needs further checks.
+        Errors: AttributeError for an input that is no tensor, which `check_dispatch` refuses. Local.
+        """
+        x, routing, layout, scheme, num_tokens, _, _ = arguments
+        quantized, ids = isinstance(x, Quantized), routing.topk_ids
+        values: torch.Tensor = x.values if quantized else x  # type: ignore[assignment]
+        count = None
+        if num_tokens is not None:
+            count = type(num_tokens), num_tokens.shape, num_tokens.dtype, num_tokens.device
+        key = (
+            type(values),
+            values.layout,
+            values.shape,
+            values.dtype,
+            values.device,
+            routing.signature or (ids.shape, ids.dtype, ids.device),
+            type(routing),
+            id(layout),
+            id(scheme),
+            quantized,
+            count,
+            max_num_tokens,
+        )
         last, plan = self._last
-        if key == last:  # takes a third of the time of a hash
-            return plan
-        plan = self._plans.get(key)
-        self._last = key, plan
+        if key != last:  # takes a third of the time of a hash
+            plan = self._plans.get(key)
+            self._last = key, plan
         return plan
 
     def size_for(self, max_num_tokens: int | None) -> int:
@@ -192,42 +230,18 @@ class RoundPlans:
             return self._sizes[-1]
         return self._sizes[bisect.bisect_left(self._sizes, max_num_tokens)]
 
-    def add(self, key: tuple[Any, ...], arguments: DispatchArguments, max_num_tokens: int) -> RoundPlan:
-        """Make the plan of rounds with this key, and keep it. Local."""
-        rows, num_topk = arguments.routing.topk_ids.shape
-        plan = self.make(
-            rows,
-            num_topk,
-            arguments.layout,
-            arguments.scheme,
-            quantized=isinstance(arguments.x, Quantized),
-            has_num_tokens=arguments.num_tokens is not None,
-            max_num_tokens=max_num_tokens,
-        )
+    def add(self, arguments: DispatchArguments, max_num_tokens: int) -> RoundPlan:
+        """Make and keep the plan that `find`, called with the same arguments before, has not found. Local."""
+        plan = self.make(RoundSpec.of(arguments, max_num_tokens))
         if len(self._plans) >= _MOST_PLANS:
             self._plans.pop(next(iter(self._plans)), None)  # the oldest: T varies freely in prefill
-        self._plans[key] = plan
-        self._last = key, plan
+        key, _ = self._last
+        self._plans[key], self._last = plan, (key, plan)
         return plan
 
-    def plan_of_refusal(self, x: torch.Tensor, routing: Routing, num_tokens: torch.Tensor | None) -> RoundPlan:
-        """The plan of a refused round: x has no rows, and `num_tokens` may be a count that no round carries. Local."""
-        arguments = DispatchArguments(x, routing, Layout.FLAT, get_scheme("none"), num_tokens, None, NO_LAYER)
-        key = plan_key(arguments, self._config.max_tokens_per_rank)
-        return self.find(key) or self.add(key, arguments, self._config.max_tokens_per_rank)
-
-    def make(
-        self,
-        rows: int,
-        num_topk: int,
-        layout: Layout,
-        scheme: QuantScheme,
-        *,
-        quantized: bool,
-        has_num_tokens: bool,
-        max_num_tokens: int,
-    ) -> RoundPlan:
-        """A plan for x with `rows` rows. quantized: x is `Quantized` already. max_num_tokens: of `size_for`."""
+    def make(self, spec: RoundSpec) -> RoundPlan:
+        """The plan of a round, whose `max_num_tokens` is of `size_for`. Local."""
+        rows, num_topk, layout, scheme, quantized, _, max_num_tokens = spec
         config, num_ranks, num_physical = self._config, self._placement.num_ranks, self._placement.num_physical
         row_format = RowFormat.of(scheme, config.dtype, config.hidden, num_topk)
         may_be_ll = row_format.scale_dtype.itemsize == 4  # few tokens may be sent as LL words
@@ -245,19 +259,14 @@ class RoundPlans:
         )
         programs = self._tuning.dispatch(rows, num_ranks, packs=layout is not Layout.FLAT)
         fused_quant = "" if quantized else fused_quantization(scheme.payload)
-        sending = self._sending(rows, scheme.payload, row, programs, fused_quant, has_num_tokens)
-        frame = self._frame(scheme, num_topk, layout, max_num_tokens)
+        sending = self._sending(spec, row, programs, fused_quant)
+        frame = self._frame(spec)
         lead = 0 if layout is Layout.BATCHED else 1  # leading dimensions of the frame that the batch lacks
         row_units = (config.hidden if fused_quant else row.VALUE_WORDS) // sending.UNIT
         announcers = min(triton.cdiv(num_physical, sending.EXPERT_BLOCK), programs.announcers)
         return RoundPlan(
-            scheme=scheme,
+            spec=spec,
             fingerprint=signed_word(row_format.fingerprint(max_num_tokens)),
-            layout=layout,
-            num_tokens=rows,
-            max_num_tokens=max_num_tokens,
-            num_topk=num_topk,
-            quantized=quantized,
             blocks=triton.cdiv(rows, BLOCK_TOKENS) if sending.IDS_COUNTED else 0,
             announcers=1 if sending.IDS_COUNTED else announcers,
             programs=programs,
@@ -280,16 +289,9 @@ class RoundPlans:
             ),
         )
 
-    def _sending(
-        self,
-        rows: int,
-        payload: TensorFormat,
-        row: Row,
-        programs: DispatchTuning,
-        fused_quant: str,
-        has_num_tokens: bool,
-    ) -> Sending:
+    def _sending(self, spec: RoundSpec, row: Row, programs: DispatchTuning, fused_quant: str) -> Sending:
         """The constants of the sending half."""
+        rows, payload, counted = spec.num_tokens, spec.scheme.payload, spec.counted
         group, may_be_ll = _shared_elements(payload, self._config.hidden), payload.scale_dtype.itemsize == 4
         ids_counted = rows > SELF_COUNTED_TOKENS
         compared_tokens = BLOCK_TOKENS if ids_counted else max(triton.next_power_of_2(rows), _FEWEST_TOKENS)
@@ -307,9 +309,9 @@ class RoundPlans:
             LL_GROUPS=ll_block * 4 // group if fused_quant else row.GROUPS,
             TOKENS=compared_tokens,
             EXPERT_BLOCK=max(min(num_experts, max(_COMPARED // compared_tokens, 4)), 1),
-            HAS_NUM_TOKENS=has_num_tokens,
+            HAS_NUM_TOKENS=counted,
             IDS_COUNTED=ids_counted,
-            SEND_LL=may_be_ll and (has_num_tokens or rows <= WORD_TOKENS),
+            SEND_LL=may_be_ll and (counted or rows <= WORD_TOKENS),
             SEND_ROWS=not may_be_ll or rows > WORD_TOKENS,
         )
 
@@ -318,21 +320,17 @@ class RoundPlans:
         self._plans.clear()
         self._last = None, None
 
-    def _frame(self, scheme: QuantScheme, k: int, layout: Layout, max_num_tokens: int) -> Frame:
+    def _frame(self, spec: RoundSpec) -> Frame:
         """The shapes of a batch, as meta tensors."""
-        rows, groups = self._placement.num_ranks * max_num_tokens, scheme.payload.num_groups(self._config.hidden)
-        shape = (rows, scheme.payload.row_values(self._config.hidden))
+        payload, hidden, meta = spec.scheme.payload, self._config.hidden, torch.device("meta")
+        rows, groups = self._placement.num_ranks * spec.max_num_tokens, payload.num_groups(hidden)
+        shape, dtype = (rows, payload.row_values(hidden)), payload.dtype or self._config.dtype
         pool = TokenRows(
-            x=torch.empty(shape, dtype=scheme.payload.dtype or self._config.dtype, device="meta"),
-            scale=torch.empty(rows, groups, dtype=scheme.payload.scale_dtype, device="meta") if groups else None,
-            local_topk_ids=torch.empty(rows, k, dtype=torch.int32, device="meta"),
-            topk_weights=torch.empty(rows, k, dtype=torch.float32, device="meta"),
+            x=torch.empty(shape, dtype=dtype, device=meta),
+            scale=torch.empty(rows, groups, dtype=payload.scale_dtype, device=meta) if groups else None,
+            local_topk_ids=torch.empty(rows, spec.num_topk, dtype=torch.int32, device=meta),
+            topk_weights=torch.empty(rows, spec.num_topk, dtype=torch.float32, device=meta),
         )
-        return make_frame(
-            pool,
-            layout,
-            num_local_experts=self._placement.num_local_experts(self._ranks.RANK),
-            capacity=rows,
-            alignment=self._config.row_alignment,
-            max_rows=None,
-        )
+        num_local = self._placement.num_local_experts(self._ranks.RANK)
+        sizes = {"num_local_experts": num_local, "capacity": rows, "alignment": self._config.row_alignment}
+        return make_frame(pool, spec.layout, **sizes)

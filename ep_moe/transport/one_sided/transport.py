@@ -3,54 +3,44 @@
 Letters: T tokens on this rank, K top-k, H hidden, R ranks, M max_tokens_per_rank, L local experts.
 """
 
-import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
 from ep_moe.config import Layout, TransportConfig
 from ep_moe.group import EPGroup
 from ep_moe.kernels.device import Device
-from ep_moe.kernels.exchange.wire_layout import Ranks
 from ep_moe.placement import Placement
-from ep_moe.quant import Quantized, QuantScheme
+from ep_moe.quant import Quantized, get_scheme
 from ep_moe.routing import Routing
-from ep_moe.transport.agreement import compare_ranks
-from ep_moe.transport.base import Dispatched, Handle, Transport, no_tokens
+from ep_moe.transport.base import Dispatched, RoundKind, RoundOptions, Transport, no_tokens
 from ep_moe.transport.checks import (
     DispatchArguments,
     bound_fits,
     check_dispatch,
     check_expert_output,
     check_results,
+    compare_ranks,
     count_rows,
 )
-from ep_moe.transport.layer_tag import NO_LAYER, LayerTag
+from ep_moe.transport.layer_tag import LayerTag
 from ep_moe.transport.one_sided.combine_launcher import CombineLauncher
-from ep_moe.transport.one_sided.dispatch_launcher import DispatchLauncher, RoundInputs
+from ep_moe.transport.one_sided.dispatch_launcher import DispatchLauncher
 from ep_moe.transport.one_sided.faults import Faults
-from ep_moe.transport.one_sided.kernel_context import KernelContext
-from ep_moe.transport.one_sided.memory import PeerMemory, check_limits, map_peers
+from ep_moe.transport.one_sided.memory import check_limits, map_heap, map_peers
 from ep_moe.transport.one_sided.occupancy import OpenRounds, most_receivers
-from ep_moe.transport.one_sided.round_plan import RoundPlan, RoundPlans, plan_key
+from ep_moe.transport.one_sided.round_plan import ExchangeRound, KernelContext, RoundPlan, RoundPlans
 from ep_moe.transport.one_sided.slot_state import ExchangeStatistics, SlotStates
 from ep_moe.transport.one_sided.tuning import Tuning
 from ep_moe.transport.one_sided.warmup import warm_up
-from ep_moe.transport.round_kind import RoundKind
 from ep_moe.transport.slots import Slots
 
-_NUMBER_MASK = 2**31 - 1
+if TYPE_CHECKING:
+    from typing import Unpack
+
 _STILL_IN_USE: list[object] = []  # memory of kernels that did not end: freeing it would break the device for all
-
-
-@dataclasses.dataclass(slots=True)
-class _Round:
-    round: int
-    plan: RoundPlan
-    inputs: RoundInputs | None  # of a dispatch whose rows are to be received
-    sent_y: torch.Tensor | None = None  # y of a combine that was sent, kept alive until its kernel has read it
 
 
 class NvlinkTransport(Transport):
@@ -73,6 +63,7 @@ class NvlinkTransport(Transport):
     """
 
     name = "nvlink"
+    _connect = staticmethod(map_peers)
 
     def __init__(self, group: EPGroup, placement: Placement, config: TransportConfig) -> None:
         compare_ranks(group, placement, config)
@@ -95,20 +86,17 @@ class NvlinkTransport(Transport):
             tuning=tuning,
             timeout_ns=self._faults.timeout_ns,
             early=group.device.type == "cuda" and Device.of(group.device).early_launch,
+            waiting=self._faults.waiting,
         )
         self._plans = RoundPlans(config, placement, ranks, tuning, group.device)
         self._dispatches = DispatchLauncher(self._context, self._plans)
         self._combines = CombineLauncher(self._context)
-        self._slots: Slots[_Round] = Slots(config.num_slots)
+        self._slots: Slots[ExchangeRound] = Slots(config.num_slots)
         self._compiled: set[RoundKind] = set()
         self._open: OpenRounds | None = None
         if self.device.type == "cuda":
             receivers_of = functools.partial(tuning.receivers, num_ranks=group.num_ranks)
             self._open = OpenRounds.on(self.device, receivers_of)
-
-    def _connect(self, group: EPGroup, placement: Placement, config: TransportConfig) -> tuple[Ranks, PeerMemory]:
-        """The kernels' constants of the ranks, and memory that these reach. Errors: RuntimeError. Collective."""
-        return map_peers(group, placement, config)
 
     @property
     def peer_bytes(self) -> int:
@@ -140,7 +128,7 @@ class NvlinkTransport(Transport):
         those that become active, host sync.
         """
         self._slots.check_open()
-        wanted = tuple(bool(there) for there in mask)
+        wanted = tuple(map(bool, mask))
         if len(wanted) != self.num_ranks or not any(wanted):
             raise ValueError(f"active ranks {wanted} are not a mask of {self.num_ranks} ranks with at least one True")
         for slot in range(self.config.num_slots):
@@ -148,93 +136,66 @@ class NvlinkTransport(Transport):
         self._faults.set_active(wanted)
 
     def dispatch_send(
-        self,
-        x: torch.Tensor | Quantized,
-        routing: Routing,
-        *,
-        layout: Layout,
-        scheme: QuantScheme,
-        slot: int = 0,
-        num_tokens: torch.Tensor | None = None,
-        max_num_tokens: int | None = None,
-        layer: LayerTag = NO_LAYER,
+        self, x: torch.Tensor | Quantized, routing: Routing, *, slot: int = 0, **options: "Unpack[RoundOptions]"
     ) -> None:
         """See `Transport.dispatch_send`. Local, on the current stream, no host sync."""
-        arguments = DispatchArguments(x, routing, layout, scheme, num_tokens, max_num_tokens, layer)
-        plan = self._plan_round(arguments, slot)
-        inputs = self._dispatches.send(slot, plan, x, routing, num_tokens=num_tokens, tag=self._tag(layer))
-        self._begin(slot, "dispatch_send", plan, inputs)
+        round_ = self._begin(x, routing, slot, options)
+        self._dispatches.send(round_)
+        self._open_round(round_, "dispatch_recv")
 
     def dispatch_recv(self, *, slot: int = 0) -> Dispatched:
         """See `Transport.dispatch_recv`. Local, on the current stream, no host sync."""
         self._faults.poll()
-        state = self._slots.expect(slot, "dispatch_recv")
-        assert state is not None
-        assert state.inputs is not None
-        with self._faults.waiting("dispatch", state.round):
-            batch = self._dispatches.receive(slot, state.inputs)
-        self._slots.advance(slot, "dispatch_recv", state)
-        return Dispatched(batch=batch, handle=Handle(slot=slot, round=state.round))
+        round_ = self._slots.expect(slot, "dispatch_recv")
+        batch = self._dispatches.receive(round_)
+        round_.tokens = ()
+        self._slots.put(slot, "combine_send", round_)
+        return Dispatched(batch=batch, handle=round_)
 
     def dispatch(
-        self,
-        x: torch.Tensor | Quantized,
-        routing: Routing,
-        *,
-        layout: Layout,
-        scheme: QuantScheme,
-        slot: int = 0,
-        num_tokens: torch.Tensor | None = None,
-        max_num_tokens: int | None = None,
-        layer: LayerTag = NO_LAYER,
+        self, x: torch.Tensor | Quantized, routing: Routing, *, slot: int = 0, **options: "Unpack[RoundOptions]"
     ) -> Dispatched:
         """`dispatch_send` and `dispatch_recv` in one launch. Local, on the current stream, no host sync.
 
         If there is no memory for the batch, nothing has been sent and the call may be repeated.
         """
-        arguments = DispatchArguments(x, routing, layout, scheme, num_tokens, max_num_tokens, layer)
-        plan = self._plan_round(arguments, slot)
-        batch = inputs = None
-        if plan.in_place:  # x is no `Quantized`
-            batch = self._dispatches.repeat(slot, plan, x, routing, num_tokens=num_tokens, tag=self._tag(layer))  # type: ignore[arg-type]
-        if batch is None:
-            inputs = self._dispatches.inputs_of(plan, x, routing, num_tokens=num_tokens, tag=self._tag(layer))
-            with self._faults.waiting("dispatch", self.num_rounds):
-                batch = self._dispatches.receive(slot, inputs, send=True)
-        state = self._begin(slot, "dispatch_recv", plan, inputs)
-        return Dispatched(batch=batch, handle=Handle(slot=slot, round=state.round))
+        round_ = self._begin(x, routing, slot, options)
+        batch = self._dispatches.receive(round_, send=True)
+        round_.tokens = ()
+        self._open_round(round_, "combine_send")
+        return Dispatched(batch=batch, handle=round_)
 
-    def _plan_round(self, arguments: DispatchArguments, slot: int) -> RoundPlan:
-        """Check a dispatch, and find the plan of its round or make it."""
+    def _begin(self, x: torch.Tensor | Quantized, routing: Routing, slot: int, options: RoundOptions) -> ExchangeRound:
+        """Check a dispatch, find the plan of its round or make it, and prepare the input for the kernel."""
         self._faults.poll(settle=True)
         self._slots.expect(slot, "dispatch_send")
-        key: tuple[object, ...] = ()
-        size, bound = self.config.max_tokens_per_rank, arguments.max_num_tokens
+        arguments, plan = DispatchArguments(x, routing, **options), None
+        bound, size = arguments.max_num_tokens, self.config.max_tokens_per_rank
         try:
-            size = self._plans.size_for(bound)
-            key = plan_key(arguments, size)
-            plan = self._plans.find(key) if isinstance(arguments.layer, LayerTag) else None
+            if bound is not None:
+                size = self._plans.size_for(bound)
+            if isinstance(arguments.layer, LayerTag):
+                plan = self._plans.find(arguments, size)
         except (AttributeError, TypeError):  # not a tensor: `check_dispatch` refuses it
             plan = None
-        if plan is None or plan.quantized or not (bound is None or bound_fits(bound, plan.num_tokens, self.config)):
+        if (
+            plan is None
+            or plan.spec.quantized
+            or not (bound is None or bound_fits(bound, plan.spec.num_tokens, self.config))
+        ):
             try:
                 check_dispatch(arguments, self.config, self.rank, self.device)
             except ValueError as error:
-                self.refuse(error, slot=slot, num_tokens=count_rows(arguments.x))
-        return self._plans.add(key, arguments, size) if plan is None else plan
+                self.refuse(error, slot=slot, num_tokens=count_rows(x))
+            plan = plan or self._plans.add(arguments, size)
+        return self._dispatches.begin(slot, self.num_rounds, plan, arguments)
 
-    def _tag(self, layer: LayerTag = NO_LAYER) -> tuple[int, int, int]:
-        """`RoundInputs.tag` of the next round."""
-        return *layer.words, self.num_rounds & _NUMBER_MASK
-
-    def _begin(self, slot: int, call: str, plan: RoundPlan, inputs: RoundInputs | None) -> _Round:
-        """Record a round whose dispatch has been launched, or its sending half."""
-        state = _Round(self.num_rounds, plan, inputs)
+    def _open_round(self, round_: ExchangeRound, call: str) -> None:
+        """Record a round whose dispatch has been launched, or its sending half; `call` is the next one."""
         self.num_rounds += 1
-        self._slots.advance(slot, call, state)
+        self._slots.put(round_.slot, call, round_)
         if self._open is not None:
-            self._open.begin(slot, plan.num_tokens)
-        return state
+            self._open.begin(round_.slot, round_.plan.spec.num_tokens)
 
     def combine(
         self,
@@ -247,53 +208,51 @@ class NvlinkTransport(Transport):
         """`combine_send` and `combine_recv` in one launch. Local, on the current stream, no host sync."""
         self._faults.poll()
         handle = dispatched.handle
-        state = self._slots.expect(handle.slot, "combine_send", handle.round)
-        assert state is not None
-        self._check_output(y, state, dispatched)
-        if out is None:
-            if shared is not None:
-                check_results(
-                    (state.plan.num_tokens, self.config.hidden), self.config, self.device, shared=shared, out=out
-                )
-            result = self._combines.repeat(handle.slot, state.plan, y, shared)
-            if result is not None:
-                self._close(handle.slot)
-                return result
-        return self._receive_results(handle.slot, state, y.contiguous(), shared=shared, out=out, send=True)
+        round_ = self._slots.expect(handle.slot, "combine_send", handle.round)
+        self._check(y, dispatched, round_.plan, shared, out)
+        result = self._combines.receive(round_, y.contiguous(), send=True, shared=shared, out=out)
+        self._close(handle.slot)
+        return result
 
-    def _check_output(self, y: torch.Tensor, state: _Round, dispatched: Dispatched) -> None:
-        """`check_expert_output`, with a fast path for a y that fits."""
-        fits = type(y) is torch.Tensor and y.shape == state.plan.output_shape and y.dtype == self.config.dtype
-        if not fits or y.device != self.device or y.layout is not torch.strided:
-            check_expert_output(y, dispatched.batch)
+    def _check(
+        self,
+        y: torch.Tensor | None,
+        dispatched: Dispatched,
+        plan: RoundPlan,
+        shared: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> None:
+        """Raise ValueError for tensors that do not fit a combine."""
+        if y is not None:
+            fits = type(y) is torch.Tensor and y.shape == plan.output_shape and y.dtype == self.config.dtype
+            if not fits or y.device != self.device or y.layout is not torch.strided:
+                check_expert_output(y, dispatched.batch)
+        if shared is not None or out is not None:
+            check_results((plan.spec.num_tokens, self.config.hidden), self.config, self.device, shared=shared, out=out)
 
     def combine_send(self, y: torch.Tensor, dispatched: Dispatched) -> None:
         """See `Transport.combine_send`. Local, on the current stream, no host sync."""
         self._faults.poll()
         handle = dispatched.handle
-        state = self._slots.expect(handle.slot, "combine_send", handle.round)
-        assert state is not None
-        self._check_output(y, state, dispatched)
-        state.sent_y = y.contiguous()
-        self._combines.send(handle.slot, state.plan, state.sent_y)
-        self._slots.advance(handle.slot, "combine_send", state)
+        round_ = self._slots.expect(handle.slot, "combine_send", handle.round)
+        self._check(y, dispatched, round_.plan)
+        round_.sent_y = y.contiguous()
+        self._combines.send(round_, round_.sent_y)
+        self._slots.put(handle.slot, "combine_recv", round_)
 
     def send_nan(self, *, slot: int) -> int:
         """`combine_send` of NaN, also before `dispatch_recv`: experts have failed. It needs no memory.
 
         Returns the round. Local, on the current stream, no host sync.
         """
-        call, state = self._slots.stage(slot)
-        if state is not None and call == "dispatch_recv":
-            assert state.inputs is not None
-            with self._faults.waiting("dispatch", state.round):
-                state.plan = self._dispatches.discard(slot, state.inputs)
-            self._slots.advance(slot, call, state)
-        state = self._slots.expect(slot, "combine_send")
-        assert state is not None
-        self._combines.send(slot, state.plan, None)
-        self._slots.advance(slot, "combine_send", state)
-        return state.round
+        call, round_ = self._slots.stage(slot)
+        if call == "dispatch_recv" and round_ is not None:
+            self._dispatches.discard(round_)
+            self._slots.put(slot, "combine_send", round_)
+        round_ = self._slots.expect(slot, "combine_send")
+        self._combines.send(round_, None)
+        self._slots.put(slot, "combine_recv", round_)
+        return round_.round
 
     def combine_recv(
         self, dispatched: Dispatched, *, shared: torch.Tensor | None = None, out: torch.Tensor | None = None
@@ -301,26 +260,10 @@ class NvlinkTransport(Transport):
         """See `Transport.combine_recv`. Local, on the current stream, no host sync."""
         self._faults.poll()
         handle = dispatched.handle
-        state = self._slots.expect(handle.slot, "combine_recv", handle.round)
-        assert state is not None
-        return self._receive_results(handle.slot, state, None, shared=shared, out=out, send=False)
-
-    def _receive_results(
-        self,
-        slot: int,
-        state: _Round,
-        y: torch.Tensor | None,
-        *,
-        shared: torch.Tensor | None,
-        out: torch.Tensor | None,
-        send: bool,
-    ) -> torch.Tensor:
-        """Launch the receiving half of a combine, or with `send` both halves."""
-        plan = state.plan
-        check_results((plan.num_tokens, self.config.hidden), self.config, self.device, shared=shared, out=out)
-        with self._faults.waiting("combine", state.round):
-            result = self._combines.receive(slot, plan, y, send=send, shared=shared, out=out)
-        self._close(slot)
+        round_ = self._slots.expect(handle.slot, "combine_recv", handle.round)
+        self._check(None, dispatched, round_.plan, shared, out)
+        result = self._combines.receive(round_, shared=shared, out=out)
+        self._close(handle.slot)
         return result
 
     def refuse(self, error: ValueError, *, slot: int = 0, num_tokens: int = 0) -> NoReturn:
@@ -330,21 +273,19 @@ class NvlinkTransport(Transport):
         """
         self._faults.poll(settle=True)
         self._slots.expect(slot, "dispatch_send")
-        x, no_routing = no_tokens(self.config, 1, self.device)
+        x, routing = no_tokens(self.config, 1, self.device)
         count, too_many = None, num_tokens > self.config.max_tokens_per_rank
         if too_many:
             self._faults.note_too_many(num_tokens)
             count = torch.full((1,), num_tokens, dtype=torch.int32, device=self.device)
-        plan = self._plans.plan_of_refusal(x, no_routing, count)
-        tag, refusal = self._tag(), int(not too_many)
-        inputs = self._dispatches.inputs_of(plan, x, no_routing, num_tokens=count, tag=tag, refusal=refusal)
-        state = _Round(self.num_rounds, plan, inputs)
+        arguments = DispatchArguments(x, routing, Layout.FLAT, get_scheme("none"), count)
+        size = self.config.max_tokens_per_rank
+        plan = self._plans.find(arguments, size) or self._plans.add(arguments, size)
+        round_ = self._dispatches.begin(slot, self.num_rounds, plan, arguments, refusal=int(not too_many))
         self.num_rounds += 1
-        with self._faults.waiting("dispatch", state.round):
-            self._dispatches.receive(slot, inputs, send=True)
-        self._slots.advance(slot, "dispatch_recv", state)  # if the next launch fails, `abandon` continues here
-        with self._faults.waiting("combine", state.round):
-            self._combines.receive(slot, plan, send=True)
+        self._dispatches.receive(round_, send=True)
+        self._slots.put(slot, "combine_send", round_)  # if the next launch fails, `abandon` continues here
+        self._combines.receive(round_, send=True)
         self._close(slot)
         raise error
 
@@ -354,14 +295,12 @@ class NvlinkTransport(Transport):
         If a launch fails, it may be called again and continues after the last launch.
         """
         self._faults.poll()
-        call, state = self._slots.stage(slot)
-        if state is None:
+        call, round_ = self._slots.stage(slot)
+        if round_ is None:
             return
         if call != "combine_recv":
             self.send_nan(slot=slot)
-        nowhere = self._combines.unused.expand(state.plan.num_tokens, -1)
-        with self._faults.waiting("combine", state.round):
-            self._combines.receive(slot, state.plan, out=nowhere)
+        self._combines.receive(round_, out=self._combines.unused.expand(round_.plan.spec.num_tokens, -1))
         self._close(slot)
 
     def warmup(self, kinds: Sequence[RoundKind]) -> None:
@@ -369,7 +308,7 @@ class NvlinkTransport(Transport):
         self._slots.check_open()
         if self.device.type == "cuda":
             new = tuple(kind for kind in kinds if kind not in self._compiled)
-            warm_up(new, self._context, self._plans, self._dispatches, self._combines)
+            warm_up(new, self._dispatches, self._combines)
             self._compiled.update(kinds)
         self._group.wait_for_all("compile")
 
@@ -401,3 +340,19 @@ class NvlinkTransport(Transport):
         self._slots.close(slot)
         if self._open is not None:
             self._open.end(slot)
+
+
+class NvshmemTransport(NvlinkTransport):
+    """`NvlinkTransport` over NVSHMEM's symmetric heap, on one node or several; kernels and protocol are the same.
+
+    `TransportConfig.nvshmem_stores` chooses how kernels reach each other rank: by the address at which its heap is
+    mapped here, or by NVSHMEM's put-with-signal, from an outbox that takes as much memory again. Kernels with puts link
+    NVSHMEM's device code, which takes seconds for each kernel.
+
+    Errors, on all ranks and before anything is sent: RuntimeError if NVSHMEM is absent or of another version, if ranks
+    that need it do not reach each other's memory, or if a heap is too small; ValueError for `on_peer_loss` "mask" on
+    several nodes. Collective.
+    """
+
+    name = "nvshmem"
+    _connect = staticmethod(map_heap)

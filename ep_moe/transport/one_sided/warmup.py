@@ -15,28 +15,22 @@ from ep_moe.kernel_launch.kernel import Kernel, Tensors
 from ep_moe.kernels.exchange.combine_send import Results
 from ep_moe.quant import Quantized, QuantScheme, as_bytes, get_scheme
 from ep_moe.routing import Routing
+from ep_moe.transport.base import RoundKind
+from ep_moe.transport.checks import DispatchArguments
 from ep_moe.transport.one_sided.combine_launcher import CombineLauncher
 from ep_moe.transport.one_sided.dispatch_launcher import DispatchLauncher
-from ep_moe.transport.one_sided.kernel_context import KernelContext
-from ep_moe.transport.one_sided.round_plan import RoundPlans, distinct_sizes
-from ep_moe.transport.round_kind import RoundKind
+from ep_moe.transport.one_sided.round_plan import RoundSpec, distinct_sizes
 
 _MOST_COMPILERS = 8  # threads
 _Call = tuple[Kernel, Tensors, tuple[int, ...]]
 
 
-def warm_up(
-    kinds: tuple[RoundKind, ...],
-    context: KernelContext,
-    plans: RoundPlans,
-    dispatches: DispatchLauncher,
-    combines: CombineLauncher,
-) -> None:
+def warm_up(kinds: tuple[RoundKind, ...], dispatches: DispatchLauncher, combines: CombineLauncher) -> None:
     """Compile the kernels of these kinds of rounds, for every T, and load them onto the GPU. Local."""
     calls: list[_Call] = []
     for kind in kinds:
-        for rows in distinct_sizes(context.config.max_tokens_per_rank):
-            calls += _kernels_of(kind, rows, context, plans, dispatches, combines)
+        for rows in distinct_sizes(dispatches.context.config.max_tokens_per_rank):
+            calls += _kernels_of(kind, rows, dispatches, combines)
     workers = min(_MOST_COMPILERS, os.cpu_count() or 1)
     with concurrent.futures.ThreadPoolExecutor(workers) as pool, triton.AsyncCompileMode(pool):
         for kernel, tensors, numbers in calls:
@@ -45,15 +39,9 @@ def warm_up(
         kernel.load(tensors, numbers)
 
 
-def _kernels_of(
-    kind: RoundKind,
-    rows: int,
-    context: KernelContext,
-    plans: RoundPlans,
-    dispatches: DispatchLauncher,
-    combines: CombineLauncher,
-) -> Iterator[_Call]:
+def _kernels_of(kind: RoundKind, rows: int, dispatches: DispatchLauncher, combines: CombineLauncher) -> Iterator[_Call]:
     """The kernels of a round with T = `rows`, with arguments to compile for, of which only the dtypes matter."""
+    context = dispatches.context
     like: dict[str, Any] = {"device": context.device}
     config, scheme = context.config, get_scheme(kind.scheme)
     x: torch.Tensor | Quantized = torch.zeros(rows, config.hidden, dtype=config.dtype, **like)
@@ -62,30 +50,24 @@ def _kernels_of(
     ids = torch.full((rows, kind.num_topk), -1, dtype=kind.ids_dtype, **like)
     routing = Routing(topk_ids=ids, topk_weights=torch.zeros(rows, kind.num_topk, dtype=torch.float32, **like))
     count = torch.zeros(1, dtype=torch.int32, **like) if kind.counted else None
-    plan = plans.make(
-        rows,
-        kind.num_topk,
-        kind.layout,
-        scheme,
-        quantized=kind.quantized,
-        has_num_tokens=kind.counted,
-        max_num_tokens=config.max_tokens_per_rank,
-    )
-    inputs = dispatches.inputs_of(plan, x, routing, num_tokens=count)
-    batch, shared = dispatches.no_batch, None
+    arguments = DispatchArguments(x, routing, kind.layout, scheme, count)
+    plan = dispatches.plans.make(RoundSpec.of(arguments, config.max_tokens_per_rank))
+    round_ = dispatches.begin(0, 0, plan, arguments)
+    nothing = dispatches.batch_of(None)
+    batch, shared = nothing, None
     if scheme.payload.quantized:
-        batch = batch._replace(out_scale_ptr=as_bytes(torch.empty(16, dtype=scheme.payload.scale_dtype, **like)))
+        batch = nothing._replace(out_scale_ptr=as_bytes(torch.empty(16, dtype=scheme.payload.scale_dtype, **like)))
     if kind.shared_dtype is not None:
         shared = torch.empty(16, dtype=kind.shared_dtype, **like)
-    whole, halves = ((True, True),), ((True, False), (False, True))
+    whole, halves, empty = ((True, True),), ((True, False), (False, True)), combines.unused
     for send, receive in halves if kind.split_dispatch else whole:
-        kernel = dispatches.kernel_of(0, inputs, send=send, receive=receive)
-        filled = batch if receive else dispatches.no_batch
-        yield kernel, (inputs.tokens, filled), (*inputs.strides, *inputs.tag, context.timeout_ns)
+        kernel = dispatches.kernel_of(round_, send=send, receive=receive)
+        yield kernel, *dispatches.arguments_of(round_, batch if receive else nothing)
     for send, receive in halves if kind.split_combine else whole:
-        added, empty = shared if receive else None, combines.unused
-        kernel = combines.kernel_of(0, plan, poisoned=not send, shared=added, send=send, receive=receive)
-        yield kernel, (Results(empty, empty if added is None else added, empty),), (0, 0, context.timeout_ns)
+        added = shared if receive and shared is not None else empty
+        dtype = kind.shared_dtype if receive else None
+        kernel = combines.kernel_of(round_, poisoned=not send, shared_dtype=dtype, send=send, receive=receive)
+        yield kernel, (Results(empty, added, empty),), (0, 0, context.timeout_ns)
 
 
 def _empty_quantized(rows: int, hidden: int, scheme: QuantScheme, device: torch.device) -> Quantized:
