@@ -8,6 +8,7 @@ reproducible.
 """
 
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -70,16 +71,8 @@ def pack(
     GPU cannot check these two without a host sync: it drops rows beyond `max_rows`, and takes the other as a promise.
     Local, on the current stream; no host sync on a GPU.
     """
-    return _implementation(rows.x).pack(
-        rows,
-        layout,
-        scheme=scheme,
-        dtype=dtype,
-        num_local_experts=num_local_experts,
-        capacity=capacity,
-        alignment=alignment,
-        max_rows=max_rows,
-    )
+    sizes = {"num_local_experts": num_local_experts, "capacity": capacity, "alignment": alignment, "max_rows": max_rows}
+    return _implementation(rows.x).pack(rows, layout, scheme=scheme, dtype=dtype, **sizes)
 
 
 def pack_routed(
@@ -88,37 +81,22 @@ def pack_routed(
     topk_weights: torch.Tensor,
     layout: Layout,
     *,
-    scheme: QuantScheme,
-    dtype: torch.dtype,
     first: int,
     num_local_experts: int,
-    capacity: int,
-    alignment: int = 1,
+    **options: Any,
 ) -> Packed:
     """`merge_repeats` and `pack`, for tokens that are on this rank with the ids and weights of their routing.
 
     Args:
-        x: [N, H], `Quantized` if `scheme` quantizes the payload. topk_ids, topk_weights: [N, K]; ids outside
+        x: [N, H], `Quantized` if the scheme quantizes the payload. topk_ids, topk_weights: [N, K]; ids outside
             [first, first + num_local_experts) are left out.
-        layout and the others: as of `pack`.
+        layout, options: as of `pack`.
     Errors, host sync: as of `pack`. Local, on the current stream.
     """
     ids, weights = merge_repeats(topk_ids, topk_weights, first=first, last=first + num_local_experts)
-    rows = TokenRows(
-        x=x.values if isinstance(x, Quantized) else x,
-        scale=x.scale if isinstance(x, Quantized) else None,
-        local_topk_ids=ids,
-        topk_weights=weights,
-    )
-    return pack(
-        rows,
-        layout,
-        scheme=scheme,
-        dtype=dtype,
-        num_local_experts=num_local_experts,
-        capacity=capacity,
-        alignment=alignment,
-    )
+    values, scale = (x.values, x.scale) if isinstance(x, Quantized) else (x, None)
+    rows = TokenRows(x=values, scale=scale, local_topk_ids=ids, topk_weights=weights)
+    return pack(rows, layout, num_local_experts=num_local_experts, **options)
 
 
 def weighted_sum(

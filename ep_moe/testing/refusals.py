@@ -16,7 +16,8 @@ from ep_moe.routing import Routing
 from ep_moe.testing.cases import TransportCase
 from ep_moe.testing.rounds import TransportFactory, check_round, compute_experts
 from ep_moe.transport import Transport
-from ep_moe.transport.layer_tag import MOST_LAYERS, NO_LAYER, LayerTag
+from ep_moe.transport.checks import DispatchArguments
+from ep_moe.transport.layer_tag import MOST_LAYERS, LayerTag
 
 
 def check_refusals(make: TransportFactory, group: EPGroup) -> None:
@@ -28,7 +29,7 @@ def check_refusals(make: TransportFactory, group: EPGroup) -> None:
     transport = make(group, case.make_placement(), case.config)
     for culprit in sorted({0, group.num_ranks - 1}):
         for message, bad in [*_bad_inputs(case, culprit, group), *_wrong_types(case, culprit, group)]:
-            arguments = bad if group.rank == culprit else Arguments.of(case, group)
+            arguments = bad if group.rank == culprit else arguments_of(case, group)
             error = refused_round(transport, case, arguments, group)
             assert message in error, f"rank {group.rank}: {error!r}, expected {message!r}"
             check_round(transport, case, group.device)
@@ -39,53 +40,32 @@ def check_refusals(make: TransportFactory, group: EPGroup) -> None:
                 assert str(raised) == "of my own", str(raised)
             transport.check()  # does not raise it again
         else:
-            error = refused_round(transport, case, Arguments.of(case, group), group)
+            error = refused_round(transport, case, arguments_of(case, group), group)
             words = f"rank {culprit} refused its input"
             assert words in error, f"rank {group.rank}: {error!r}, expected {words!r}"
         check_round(transport, case, group.device)
     transport.destroy()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Arguments:
-    """The arguments of a rank's dispatch, valid or not."""
-
-    x: Any
-    routing: Any
-    scheme: Any = dataclasses.field(default_factory=lambda: get_scheme("none"))
-    num_tokens: Any = None
-    max_num_tokens: Any = None
-    layer: Any = NO_LAYER
-    layout: Any = Layout.COMPACT
-
-    @classmethod
-    def of(cls, case: TransportCase, group: EPGroup) -> "Arguments":
-        inputs = case.inputs(group.rank).to(group.device)
-        assert isinstance(inputs.x, torch.Tensor)
-        return cls(x=inputs.x, routing=inputs.routing)
+def arguments_of(case: TransportCase, group: EPGroup) -> DispatchArguments:
+    """The dispatch of a case on this rank, in COMPACT and without quantization."""
+    inputs = case.inputs(group.rank).to(group.device)
+    return DispatchArguments(inputs.x, inputs.routing, Layout.COMPACT, get_scheme("none"))
 
 
-def refused_round(transport: Transport, case: TransportCase, arguments: Arguments, group: EPGroup) -> str:
+def refused_round(transport: Transport, case: TransportCase, arguments: DispatchArguments, group: EPGroup) -> str:
     """Run a round that some rank refuses; returns the message raised by the dispatch, or by `check` after NaN results.
 
     Errors: AssertionError if nothing was raised, or twice.
     """
-    message, wrong = "", ""
+    message, wrong, (x, routing, *options) = "", "", arguments
     try:
-        dispatched = transport.dispatch(
-            arguments.x,
-            arguments.routing,
-            layout=arguments.layout,
-            scheme=arguments.scheme,
-            num_tokens=arguments.num_tokens,
-            max_num_tokens=arguments.max_num_tokens,
-            layer=arguments.layer,
-        )
+        dispatched = transport.dispatch(x, routing, **dict(zip(DispatchArguments._fields[2:], options, strict=True)))
     except ValueError as error:
         message = str(error)
     else:
         y = compute_experts(dispatched.batch, case.make_placement().starts[group.rank])
-        result = transport.combine(y, dispatched, out=torch.ones_like(arguments.x))
+        result = transport.combine(y, dispatched, out=torch.ones_like(x))
         if not bool(result.isnan().all()):
             wrong = f"rank {group.rank} got numbers from a refused round"
         try:
@@ -98,7 +78,7 @@ def refused_round(transport: Transport, case: TransportCase, arguments: Argument
     return message
 
 
-def _bad_inputs(case: TransportCase, culprit: int, group: EPGroup) -> list[tuple[str, Arguments]]:
+def _bad_inputs(case: TransportCase, culprit: int, group: EPGroup) -> list[tuple[str, DispatchArguments]]:
     """Bad inputs of the culprit, each with the words that must be in this rank's error."""
     inputs = case.inputs(culprit).to(group.device)
     x, ids, weights = inputs.x, inputs.routing.topk_ids, inputs.routing.topk_weights
@@ -109,29 +89,29 @@ def _bad_inputs(case: TransportCase, culprit: int, group: EPGroup) -> list[tuple
     too_many = "num_tokens (9)" if mine else f"rank {culprit}"
     bad_routing = Routing(topk_ids=_with_bad_ids(ids), topk_weights=weights)
     nine = torch.tensor([9], dtype=torch.int32, device=group.device)
+    good = DispatchArguments(x, inputs.routing, Layout.COMPACT, get_scheme("none"))
     bad = [
         (
             f"num_tokens (10) exceeds max_tokens_per_rank (5) on rank {culprit}",
-            Arguments(x=torch.cat([x, x]), routing=twice),
+            good._replace(x=torch.cat([x, x]), routing=twice),
         ),
         (
             f"topk_ids has 2 ids outside [-1, num_experts (8)) on rank {culprit}, such as 8",
-            Arguments(x=x, routing=bad_routing),
+            good._replace(routing=bad_routing),
         ),
-        (refused, Arguments(x=x.double(), routing=inputs.routing)),
-        (too_many, Arguments(x=x, routing=inputs.routing, num_tokens=nine)),
+        (refused, good._replace(x=x.double())),
+        (too_many, good._replace(num_tokens=nine)),
     ]
     if group.num_ranks > 1:
         fewer = Routing(topk_ids=ids[:, :1].contiguous(), topk_weights=weights[:, :1].contiguous())
-        token_scales = get_scheme("fp8_token")
-        bad.append(("ranks disagree on the payload", Arguments(x=x, routing=fewer)))
-        bad.append(("ranks disagree on the payload", Arguments(x=x, routing=inputs.routing, scheme=token_scales)))
+        bad.append(("ranks disagree on the payload", good._replace(routing=fewer)))
+        bad.append(("ranks disagree on the payload", good._replace(scheme=get_scheme("fp8_token"))))
     return bad
 
 
-def _wrong_types(case: TransportCase, culprit: int, group: EPGroup) -> list[tuple[str, Arguments]]:
+def _wrong_types(case: TransportCase, culprit: int, group: EPGroup) -> list[tuple[str, DispatchArguments]]:
     """Arguments of a wrong type, which must be refused like a tensor of a wrong shape; else as `_bad_inputs`."""
-    good = Arguments.of(case, group)
+    good: Any = arguments_of(case, group)
     changes: list[tuple[str, dict[str, Any]]] = [
         ("x is a NoneType (None), not a tensor", {"x": None}),
         ("x is a list (", {"x": good.x.tolist()}),
@@ -150,7 +130,7 @@ def _wrong_types(case: TransportCase, culprit: int, group: EPGroup) -> list[tupl
     ]
     if group.rank != culprit:
         changes = [(f"rank {culprit} refused its input", change) for _, change in changes]
-    return [(words, dataclasses.replace(good, **change)) for words, change in changes]
+    return [(words, good._replace(**change)) for words, change in changes]
 
 
 def _with_bad_ids(ids: torch.Tensor) -> torch.Tensor:
@@ -166,7 +146,7 @@ def check_layers(make: TransportFactory, group: EPGroup) -> None:
     """
     case = TransportCase(name="layers", tokens=(5,) * group.num_ranks)
     transport = make(group, case.make_placement(), case.config)
-    arguments, last = Arguments.of(case, group), group.num_ranks - 1
+    arguments, last = arguments_of(case, group), group.num_ranks - 1
     config = MoEConfig(hidden=case.hidden, intermediate=32, num_experts=case.num_experts)
     wide = dataclasses.replace(config, intermediate=48)
     other = dataclasses.replace(config, activation=ActivationConfig(kind=ActivationKind.GELU))
@@ -180,7 +160,7 @@ def check_layers(make: TransportFactory, group: EPGroup) -> None:
     ]
     for tag, words in odd if group.num_ranks > 1 else ():
         mine = group.rank == last
-        message = refused_round(transport, case, dataclasses.replace(arguments, layer=tag if mine else usual), group)
+        message = refused_round(transport, case, arguments._replace(layer=tag if mine else usual), group)
         found = words if mine else words.replace("(48 and 32)", "(32 and 48)")
         assert found in message, f"rank {group.rank}: {message!r}, expected {found!r}"
         assert f"rank {last}" in message, f"rank {group.rank}: {message!r}, expected rank {last}"

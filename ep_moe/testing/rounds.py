@@ -165,21 +165,25 @@ def _check_scale_strides(batch: ExpertBatch) -> None:
     assert all(found == want for found, want in strides), f"scale strides {scale.stride()}, expected {expected}"
 
 
+def token_rows(batch: ExpertBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The rows that hold tokens, by expert: their expert, row of the batch and row of `x`, each [n]. Host sync."""
+    counts = batch.expert_num_tokens.long()
+    expert = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+    nth = torch.arange(len(expert), device=counts.device) - (counts.cumsum(0) - counts)[expert]
+    place = batch.expert_row_start.long()[expert] + nth
+    return expert, place, place if batch.row_index is None else batch.row_index[place].long()
+
+
 def compute_experts(batch: ExpertBatch, first_expert: int) -> torch.Tensor:
     """Apply `expert_function` to every token row; other rows of the result are NaN. FLAT gets the weighted sum."""
-    x = batch.x.reshape(-1, batch.x.shape[-1])
-    scale = None if batch.scale is None else as_bytes(batch.scale).reshape(-1, batch.scale.shape[-1])
+    x, (expert, place, source) = as_bytes(batch.x.reshape(-1, batch.x.shape[-1])), token_rows(batch)
+    scale = None
+    if batch.scale is not None:
+        scale = as_bytes(batch.scale).reshape(-1, batch.scale.shape[-1])[source].view(batch.scheme.payload.scale_dtype)
+    values = dequantize_rows(x[source].view(batch.x.dtype), scale, batch.scheme)
     num_rows = x.shape[0] if batch.row_index is None else batch.row_index.shape[0]
     y = torch.full((num_rows, batch.hidden), float("nan"), dtype=batch.dtype, device=x.device)
-    for local in range(batch.num_local_experts):
-        start, count = int(batch.expert_row_start[local]), int(batch.expert_num_tokens[local])
-        if not count:
-            continue
-        rows = _rows_in_batch(batch, local)
-        scheme = batch.scheme
-        own_scale = None if scale is None else scale[rows].view(scheme.payload.scale_dtype)
-        values = dequantize_rows(as_bytes(x)[rows].view(x.dtype), own_scale, scheme)
-        y[start : start + count] = expert_function(values, first_expert + local, batch.dtype)
+    y[place] = expert_function(values, (first_expert + expert).float().unsqueeze(1), batch.dtype)
     if isinstance(batch, Flat):
         return weighted_sum(y, batch.token_to_row, batch.topk_weights)
     return y.reshape(*batch.x.shape[:-1], batch.hidden)

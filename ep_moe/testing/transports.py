@@ -18,7 +18,7 @@ from ep_moe.quant import get_scheme
 from ep_moe.routing import Routing
 from ep_moe.testing.cases import TransportCase, transport_cases
 from ep_moe.testing.compare import assert_same_bits
-from ep_moe.testing.refusals import Arguments, check_layers, check_refusals, refused_round
+from ep_moe.testing.refusals import arguments_of, check_layers, check_refusals, refused_round
 from ep_moe.testing.rounds import (
     TransportFactory,
     check_round,
@@ -64,7 +64,7 @@ def check_destroyed(make: TransportFactory, group: EPGroup) -> None:
     case = TransportCase(name="destroyed", tokens=(2,) * group.num_ranks)
     transport = make(group, case.make_placement(), case.config)
     check_round(transport, case, group.device)
-    arguments, scheme = Arguments.of(case, group), get_scheme("none")
+    arguments, scheme = arguments_of(case, group), get_scheme("none")
     dispatched = transport.dispatch(arguments.x, arguments.routing, layout=case.layout, scheme=scheme)
     y = compute_experts(dispatched.batch, transport.placement.starts[group.rank])
     group.barrier()
@@ -125,7 +125,7 @@ def check_bounds(make: TransportFactory, group: EPGroup) -> None:
             )
     idle = TransportCase(name="bounds, no tokens", tokens=(0,) * group.num_ranks, room=room, max_num_tokens=0)
     check_round(transport, idle, group.device)
-    arguments = Arguments.of(whole, group)
+    arguments = arguments_of(whole, group)
     scheme, inputs, first = get_scheme("none"), whole.inputs(group.rank).to(group.device), transport.placement.starts
     opened = []
     for slot, bound in enumerate((3, None)):
@@ -140,7 +140,7 @@ def check_bounds(make: TransportFactory, group: EPGroup) -> None:
         assert_same_bits(transport.combine_recv(dispatched), expected, "open bounds")
     last = group.num_ranks - 1
     for bound in (None, 40) if group.num_ranks > 1 else ():
-        mine = dataclasses.replace(arguments, max_num_tokens=bound if group.rank == last else 5)
+        mine = arguments._replace(max_num_tokens=bound if group.rank == last else 5)
         message = refused_round(transport, whole, mine, group)
         words = ("ranks disagree", "max_num_tokens must be the same", f"rank {last}")
         assert all(word in message for word in words), f"rank {group.rank}: {message!r}, expected {words}"

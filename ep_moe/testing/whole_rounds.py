@@ -11,7 +11,7 @@ from ep_moe.layout import ExpertBatch, weighted_sum
 from ep_moe.placement import Placement
 from ep_moe.quant import QuantScheme, as_bytes, dequantize, quantize
 from ep_moe.routing import Routing
-from ep_moe.testing.rounds import compute_experts, expert_function
+from ep_moe.testing.rounds import compute_experts, expert_function, token_rows
 from ep_moe.transport import Transport
 
 HOT_EXPERTS, HEAT = 4, 0.75  # number of hot experts on rank 0, and the bonus on their scores, which are in [0, 1)
@@ -70,14 +70,10 @@ def expert_rows(batch: ExpertBatch) -> dict[str, torch.Tensor]:
 
     Returns: rows of each expert [L], values [N, stored width] and, if there are any, scales [N, G].
     """
-    counts = batch.expert_num_tokens.long()
-    expert = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
-    nth = torch.arange(len(expert), device=counts.device) - (counts.cumsum(0) - counts)[expert]
-    place = batch.expert_row_start.long()[expert] + nth
-    source = place if batch.row_index is None else batch.row_index[place].long()
+    *_, source = token_rows(batch)
     stored = {"values of experts' rows": batch.x, "scales of experts' rows": batch.scale}
     rows = {name: as_bytes(t).reshape(-1, t.shape[-1])[source] for name, t in stored.items() if t is not None}
-    return {COUNTS: counts, **rows}
+    return {COUNTS: batch.expert_num_tokens.long(), **rows}
 
 
 def run_round(
