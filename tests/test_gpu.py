@@ -7,7 +7,6 @@ import functools
 import itertools
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -17,6 +16,8 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers.layers import random_layer
+from helpers.lost import be_lost, record, recorded
 
 from ep_moe.config import GroupConfig, Layout, MoEConfig, TransportConfig
 from ep_moe.group import EPGroup, PeerLostError
@@ -202,12 +203,7 @@ def call_after_warm_up(group: EPGroup, transport: str) -> list[str]:
     from ep_moe.kernels.exchange import combine, dispatch
     from ep_moe.kernels.gemm import grouped
 
-    device, placement = group.device, Placement.linear(16, group.num_ranks)
-    num_local = placement.num_local_experts(group.rank)
-    w13 = torch.randn(num_local, 2 * 256, 512, device=device).bfloat16()
-    weights = ExpertWeights(w13=StoredMatrix(w13), w2=StoredMatrix(w13[:, :256].mT.contiguous()))
-    exchange = create_transport(transport, group, placement, TransportConfig(hidden=512, max_tokens_per_rank=300))
-    layer = ExpertParallelMoE(MoEConfig(hidden=512, intermediate=256, num_experts=16), weights, exchange)
+    device, layer = group.device, random_layer(group, transport, max_tokens_per_rank=300)
     layer.warmup(num_topk=4, padded=True)
     kernels = {
         "dispatch": dispatch._dispatch_kernel,
@@ -224,8 +220,8 @@ def call_after_warm_up(group: EPGroup, transport: str) -> list[str]:
         layer.forward_routed(x, ids.to(ids_dtype), scores)
         out = layer.forward_routed(x, ids.to(ids_dtype), scores, num_tokens=count, max_num_tokens=max(rows, 1))
         assert not bool(out[rows // 2 :].any()), f"padding of {rows} rows has results"
-    exchange.check()
-    exchange.destroy()
+    layer.transport.check()
+    layer.transport.destroy()
     return [
         f"{name}: {before[name]}, then {len(cache)}" for name, cache in caches.items() if len(cache) != before[name]
     ]
@@ -297,14 +293,8 @@ def test_two_slots_in_opposite_order_beside_nccl(num_ranks: int, num_tokens: int
 
 def overlap(group: EPGroup, num_sms: int) -> list[str]:
     """Calls in micro-batches, eager and from a graph, beside calls of each part: the differences."""
-    device, placement = group.device, Placement.linear(16, group.num_ranks)
-    generator = torch.Generator(device).manual_seed(group.rank)
-    shape = placement.num_local_experts(group.rank), 2 * 256, 512
-    w13 = torch.randn(shape, generator=generator, device=device).bfloat16() / 16
-    weights = ExpertWeights(w13=StoredMatrix(w13), w2=StoredMatrix(w13[:, :256].mT.contiguous()))
-    config = TransportConfig(hidden=512, max_tokens_per_rank=400, num_sms=num_sms)
-    transport = create_transport("nvlink", group, placement, config)
-    layer = ExpertParallelMoE(MoEConfig(hidden=512, intermediate=256, num_experts=16), weights, transport)
+    device, generator = group.device, torch.Generator(group.device).manual_seed(group.rank)
+    layer = random_layer(group, "nvlink", max_tokens_per_rank=400, num_sms=num_sms)
     layer.warmup(num_topk=4)
     wrong = []
     for count, num_tokens in ((2, 800), (3, 700)):
@@ -317,8 +307,8 @@ def overlap(group: EPGroup, num_sms: int) -> list[str]:
             for name, found in (("eager", call()), ("graph", graph.replayed())):
                 if not torch.equal(found, torch.cat(parts)):
                     wrong.append(f"{count} micro-batches, {name}, call {number}")
-    transport.check()
-    transport.destroy()
+    layer.transport.check()
+    layer.transport.destroy()
     return wrong
 
 
@@ -385,26 +375,18 @@ def test_a_layer_of_deepseek_v3_size(num_ranks: int) -> None:
 
 def lose_a_rank(group: EPGroup, victim: int, how: str, folder: Path) -> None:
     """Run rounds until the victim is lost in the middle of one; survivors record the blamed ranks and the time."""
-    placement = Placement.linear(8, group.num_ranks)
-    config = TransportConfig(hidden=64, max_tokens_per_rank=16)
-    transport = create_transport("collective", group, placement, config)
-    w13 = torch.randn(placement.num_local_experts(group.rank), 64, 64, device=group.device).bfloat16()
-    w2 = torch.randn(placement.num_local_experts(group.rank), 64, 32, device=group.device).bfloat16()
-    weights = ExpertWeights(w13=StoredMatrix(w13), w2=StoredMatrix(w2))
-    layer = ExpertParallelMoE(MoEConfig(hidden=64, intermediate=32, num_experts=8), weights, transport)
+    layer = random_layer(group, "collective", hidden=64, inner=32, experts=8, max_tokens_per_rank=16)
     x = torch.randn(16, 64, device=group.device).bfloat16()
     ids = torch.arange(32, device=group.device).reshape(16, 2) % 8
     start = time.monotonic()
     try:
         for step in range(2000):
             if step == 20 and group.rank == victim:
-                if how == "stuck":
-                    time.sleep(60)
-                os.kill(os.getpid(), signal.Signals[how])
+                be_lost(how, 60)
             start = time.monotonic()
             layer.forward_routed(x, ids, torch.ones(16, 2, device=group.device))
     except PeerLostError as error:
-        (folder / str(group.rank)).write_text(f"{error.ranks} in time: {time.monotonic() - start < 8.0}")
+        record(folder, group.rank, (error.ranks, time.monotonic() - start < 8.0))
         raise
 
 
@@ -416,8 +398,7 @@ def test_survivors_name_a_lost_rank_over_nccl(num_ranks: int, victim: int, how: 
     start = time.monotonic()
     with pytest.raises(RankFailedError):
         launch(lose_a_rank, victim, how, tmp_path, num_ranks=num_ranks, config=config, device="cuda", grace_secs=15)
-    told = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert told == {str(rank): f"({victim},) in time: True" for rank in range(num_ranks) if rank != victim}
+    assert recorded(tmp_path) == {rank: ((victim,), True) for rank in range(num_ranks) if rank != victim}
     assert time.monotonic() - start < 90
 
 

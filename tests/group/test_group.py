@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import pickle
 import re
-import signal
 import socket
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.fake_rows import continuation, lead
+from helpers.lost import be_lost, record, recorded
 
 from ep_moe.config import GroupConfig
 from ep_moe.engines.transformers.decoding.passes import RowsPlan, RowStart, Shape
@@ -45,26 +45,7 @@ def exchange(group: EPGroup, round_: int) -> torch.Tensor:
     return received
 
 
-def be_lost(how: str) -> None:
-    if how == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif how == "stopped":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    elif how == "stuck":
-        time.sleep(1000)
-    elif how == "raises":
-        raise ValueError("7 is too many")
-
-
-def record(folder: str, rank: int, outcome: Any) -> None:
-    Path(folder, str(rank)).write_bytes(pickle.dumps(outcome))
-
-
-def recorded(folder: Path) -> dict[int, Any]:
-    return {int(path.name): pickle.loads(path.read_bytes()) for path in sorted(folder.iterdir())}
-
-
-def lose_a_rank(group: EPGroup, folder: str, victim: int, how: str) -> None:
+def lose_a_rank(group: EPGroup, folder: Path, victim: int, how: str) -> None:
     """Exchange until a failure; record the error, the time, and the error of the next call."""
     for round_ in range(10**9):
         if (group.rank, round_) == (victim, LOST_ROUND):
@@ -87,9 +68,9 @@ def lose_a_rank(group: EPGroup, folder: str, victim: int, how: str) -> None:
 AT_ONCE, AFTER_TIMEOUT = SLACK_SECS, CONFIG.timeout_secs + SLACK_SECS
 KILLED = "was killed by SIGKILL (noticed in dispatch of round 20)"
 LOSSES = {
-    "killed-0": (AT_ONCE, f"rank 0 {KILLED}"),
-    "killed-2": (AT_ONCE, f"rank 2 {KILLED}"),
-    "stopped-0": (AFTER_TIMEOUT, "rank 0 stopped answering in dispatch of round 20: no heartbeat for"),
+    "SIGKILL-0": (AT_ONCE, f"rank 0 {KILLED}"),
+    "SIGKILL-2": (AT_ONCE, f"rank 2 {KILLED}"),
+    "SIGSTOP-0": (AFTER_TIMEOUT, "rank 0 stopped answering in dispatch of round 20: no heartbeat for"),
     "stuck-2": (AFTER_TIMEOUT, "did not arrive in dispatch of round 20: alive, last seen in dispatch of round 19"),
     "raises-1": (AT_ONCE, "rank 1 failed: ValueError: 7 is too many (after dispatch of round 19)"),
     "leaves-1": (AT_ONCE, "rank 1 has left (noticed in dispatch of round 20)"),
@@ -101,7 +82,7 @@ def test_survivors_name_the_lost_rank(tmp_path: Path, loss: str) -> None:
     (how, _, number), (within_secs, words) = loss.partition("-"), LOSSES[loss]
     victim = int(number)
     with pytest.raises(RankFailedError) as caught:
-        launch(lose_a_rank, str(tmp_path), victim, how, num_ranks=3, config=CONFIG, device="cpu")
+        launch(lose_a_rank, tmp_path, victim, how, num_ranks=3, config=CONFIG, device="cpu")
     assert caught.value.rank == victim
     outcomes = recorded(tmp_path)
     assert set(outcomes) - {victim} == {0, 1, 2} - {victim}
@@ -249,7 +230,7 @@ def test_wait_for_all_is_patient_with_a_slow_rank() -> None:
         assert gathered == [0, 1, 2]
 
 
-def wait_beside_a_lost_rank(group: EPGroup, folder: str, how: str) -> None:
+def wait_beside_a_lost_rank(group: EPGroup, folder: Path, how: str) -> None:
     start = time.monotonic()
     try:
         group.wait_for_all("load")  # rank 1 may be lost before the others have noticed that it arrived here
@@ -265,14 +246,14 @@ def wait_beside_a_lost_rank(group: EPGroup, folder: str, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "within_secs", "words"),
     [
-        ("killed", AT_ONCE, "rank 1 was killed by SIGKILL (noticed in load)"),
-        ("stopped", AFTER_TIMEOUT, "rank 1 stopped answering in load: no heartbeat for 3.0 s (timeout 3 s)"),
+        ("SIGKILL", AT_ONCE, "rank 1 was killed by SIGKILL (noticed in load)"),
+        ("SIGSTOP", AFTER_TIMEOUT, "rank 1 stopped answering in load: no heartbeat for 3.0 s (timeout 3 s)"),
     ],
     ids=["killed", "stopped"],
 )
 def test_wait_for_all_names_the_lost_rank(tmp_path: Path, how: str, within_secs: float, words: str) -> None:
     with pytest.raises(RankFailedError) as caught:
-        launch(wait_beside_a_lost_rank, str(tmp_path), how, num_ranks=3, config=CONFIG, device="cpu")
+        launch(wait_beside_a_lost_rank, tmp_path, how, num_ranks=3, config=CONFIG, device="cpu")
     assert caught.value.rank == 1
     for text, secs in (recorded(tmp_path)[rank] for rank in (0, 2)):
         assert text == words
@@ -314,7 +295,7 @@ def reduce_for_ever() -> None:
         dist.all_reduce(torch.ones(3))
 
 
-def guard_foreign_code(group: EPGroup, folder: str) -> None:
+def guard_foreign_code(group: EPGroup, folder: Path) -> None:
     unrelated = RuntimeError("the peer review of this tensor failed")  # it says peer, and no peer is to blame
     for error in (unrelated, ValueError("bad shape")):
         with pytest.raises(type(error)) as caught, group.guard("generate"):
@@ -322,7 +303,7 @@ def guard_foreign_code(group: EPGroup, folder: str) -> None:
         assert caught.value is error
     group.barrier()
     if group.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        be_lost("SIGKILL")
     with pytest.raises(PeerLostError) as lost, group.guard("generate"):
         reduce_for_ever()
     record(folder, group.rank, (lost.value.ranks, lost.value.phase, lost.value.round, type(lost.value.__cause__)))
@@ -330,7 +311,7 @@ def guard_foreign_code(group: EPGroup, folder: str) -> None:
 
 def test_guard_names_the_rank_that_foreign_code_lost(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError, match="^rank 1 was killed by SIGKILL$"):
-        launch(guard_foreign_code, str(tmp_path), num_ranks=3, config=CONFIG, device="cpu")
+        launch(guard_foreign_code, tmp_path, num_ranks=3, config=CONFIG, device="cpu")
     assert recorded(tmp_path) == dict.fromkeys((0, 2), ((1,), "generate", None, RuntimeError))
 
 
@@ -349,7 +330,7 @@ def test_a_foreign_timeout_names_the_stuck_rank() -> None:
     assert time.monotonic() - start < 3 + 4 * SLACK_SECS
 
 
-def work_in_halves(world: EPGroup, folder: str) -> list[float] | None:
+def work_in_halves(world: EPGroup, folder: Path) -> list[float] | None:
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     half = halves[world.rank % 2]
     store = dist.distributed_c10d._get_default_store()
@@ -358,7 +339,7 @@ def work_in_halves(world: EPGroup, folder: str) -> list[float] | None:
         assert (group.local_rank, group.local_num_ranks, group.node) == (world.rank // 2, 2, 0)
         for round_ in range(50):
             if (world.rank, round_) == (2, LOST_ROUND):
-                os.kill(os.getpid(), signal.SIGKILL)
+                be_lost("SIGKILL")
             try:
                 received = exchange(group, round_)
             except PeerLostError as error:
@@ -372,7 +353,7 @@ def work_in_halves(world: EPGroup, folder: str) -> list[float] | None:
 
 def test_two_subsets_at_once(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError) as caught:
-        launch(work_in_halves, str(tmp_path), num_ranks=4, config=CONFIG, device="cpu")
+        launch(work_in_halves, tmp_path, num_ranks=4, config=CONFIG, device="cpu")
     assert caught.value.failures == {2: "rank 2 was killed by SIGKILL"}
     assert recorded(tmp_path) == {
         0: ((1,), LOST_ROUND, "rank 1 was killed by SIGKILL (noticed in dispatch of round 20)"),
@@ -446,11 +427,11 @@ def start_bare_ranks(num_ranks: int, target: Any, *args: Any) -> list[int | None
     return [process.exitcode for process in ranks]
 
 
-def bare_target(group: EPGroup, folder: str, victim: int) -> None:
+def bare_target(group: EPGroup, folder: Path, victim: int) -> None:
     try:
         for round_ in range(2 * LOST_ROUND):
             if (group.rank, round_) == (victim, LOST_ROUND):
-                be_lost("killed")
+                be_lost("SIGKILL")
             exchange(group, round_)
     except PeerLostError as error:
         record(folder, group.rank, error.ranks)
@@ -460,7 +441,7 @@ def bare_target(group: EPGroup, folder: str, victim: int) -> None:
     record(folder, group.rank, "done")
 
 
-def look_for_the_store(group: EPGroup, folder: str) -> None:
+def look_for_the_store(group: EPGroup, folder: Path) -> None:
     """Whether the store can be reached at the ranks' address, and at another address of this machine."""
     reached = []
     for address in ("127.0.0.1", "127.0.0.2"):
@@ -473,7 +454,7 @@ def look_for_the_store(group: EPGroup, folder: str) -> None:
 
 
 def test_the_store_of_rank_0_listens_where_the_ranks_meet_alone(tmp_path: Path) -> None:
-    start_bare_ranks(2, look_for_the_store, str(tmp_path))
+    start_bare_ranks(2, look_for_the_store, tmp_path)
     assert recorded(tmp_path) == dict.fromkeys(range(2), [True, False])
 
 
@@ -517,7 +498,7 @@ def test_a_port_in_use_is_named() -> None:
     ids=["none", "store", "other"],
 )
 def test_without_a_launcher_heartbeats_show_the_loss(tmp_path: Path, victim: int, outcomes: dict[int, Any]) -> None:
-    codes = start_bare_ranks(3, bare_target, str(tmp_path), victim)
+    codes = start_bare_ranks(3, bare_target, tmp_path, victim)
     assert recorded(tmp_path) == outcomes
     assert codes == [-9 if rank == victim else 0 for rank in range(3)]
 

@@ -1,10 +1,18 @@
-"""Which GPU a rank takes, and over which backend, where ranks may share one; their rounds are in `test_gpu.py`."""
+"""Which GPU a rank takes, over which backend, and which of the others' it reaches; rounds are in `test_gpu.py`."""
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from ep_moe.environment import shares_gpus
+from ep_moe.group import symmetric
 from ep_moe.group.joining import MAX_SHARED_RANKS, backend_of, num_gpu_ranks, pick_device
+from ep_moe.group.symmetric import why_unreachable
+
+UUIDS = ("a", "b", "c")  # of GPUs 0, 1, 2
+REACHED = {(0, 1), (1, 0)}
 
 
 @pytest.fixture
@@ -42,3 +50,48 @@ def test_a_machine_without_gpus_has_none_to_share(monkeypatch: pytest.MonkeyPatc
 def test_a_switch_that_is_none() -> None:
     with pytest.raises(ValueError, match=r"EP_MOE_SHARED_GPU \('yes'\) is not 0 or 1"):
         shares_gpus({"EP_MOE_SHARED_GPU": "yes"})
+
+
+def group_of(rank: int, gpus: list[int]) -> Any:
+    """A stand-in for a group whose ranks have these GPUs."""
+
+    def gather(said: Any) -> list[Any]:
+        if isinstance(said, tuple):
+            return [(0, UUIDS[gpu]) for gpu in gpus]
+        return [said]
+
+    device = torch.device("cuda", gpus[rank])
+    return SimpleNamespace(rank=rank, node=0, device=device, all_gather_object=gather)
+
+
+@pytest.fixture
+def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of three GPUs, two of which have peer access."""
+    fake = SimpleNamespace(
+        get_device_properties=lambda device: SimpleNamespace(uuid=UUIDS[getattr(device, "index", device)]),
+        device_count=lambda: len(UUIDS),
+        can_device_access_peer=lambda device, peer: (device.index, peer) in REACHED,
+    )
+    monkeypatch.setattr(symmetric, "torch", SimpleNamespace(cuda=fake))
+
+
+@pytest.mark.usefixtures("three_gpus")
+@pytest.mark.parametrize(
+    ("rank", "gpus", "reason"),
+    [
+        pytest.param(0, [0, 1], "", id="reached"),
+        pytest.param(1, [0, 1], "", id="reached-by-the-other"),
+        pytest.param(2, [1, 0, 2], "rank 2 and rank 0", id="one-apart"),
+    ],
+)
+def test_peers_without_access_are_not_reached(rank: int, gpus: list[int], reason: str) -> None:
+    assert why_unreachable(group_of(rank, gpus)) == (f"the GPUs of {reason} have no peer access" if reason else "")
+
+
+@pytest.mark.usefixtures("three_gpus")
+def test_a_gpu_that_is_hidden_from_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 has GPU 0 and sees no other; rank 1 has GPU 1 and sees both."""
+    monkeypatch.setattr(symmetric.torch.cuda, "device_count", lambda: 1)
+    assert why_unreachable(group_of(0, [0, 1])) == "rank 0 does not see the GPU of rank 1 (CUDA_VISIBLE_DEVICES)"
+    monkeypatch.setattr(symmetric.torch.cuda, "device_count", lambda: 2)
+    assert why_unreachable(group_of(1, [0, 1])) == ""

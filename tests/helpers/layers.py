@@ -1,5 +1,7 @@
 """A layer of ten experts on one to four ranks, its tokens, and what it computes in float64."""
 
+from typing import Any
+
 import torch
 
 from ep_moe.config import ActivationConfig, Layout, MoEConfig, RoutingConfig, TransportConfig
@@ -76,6 +78,19 @@ def layer_on(
         routing_bias=torch.linspace(-0.2, 0.2, NUM_EXPERTS),
         shared_experts=lambda x: x * 0.5,
     )
+
+
+def random_layer(
+    group: EPGroup, transport: str, *, hidden: int = 512, inner: int = 256, experts: int = 16, **sizes: Any
+) -> ExpertParallelMoE:
+    """A layer without routing, of bfloat16 experts that differ, on this group's device; `sizes` of its transport."""
+    placement = Placement.linear(experts, group.num_ranks)
+    generator = torch.Generator(group.device).manual_seed(group.rank)
+    shape = placement.num_local_experts(group.rank), 2 * inner, hidden
+    w13 = torch.randn(shape, generator=generator, device=group.device).bfloat16() / 16
+    weights = ExpertWeights(w13=StoredMatrix(w13), w2=StoredMatrix(w13[:, :inner].mT.contiguous()))
+    exchange = create_transport(transport, group, placement, TransportConfig(hidden=hidden, **sizes))
+    return ExpertParallelMoE(MoEConfig(hidden=hidden, intermediate=inner, num_experts=experts), weights, exchange)
 
 
 def run_layer(group: EPGroup, placement: str, scheme: str, layout: Layout, dtype: torch.dtype) -> torch.Tensor:

@@ -2,12 +2,11 @@
 
 import contextlib
 import dataclasses
-import os
 import pkgutil
-import signal
 import time
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -27,6 +26,7 @@ from helpers.layers import (
     tokens_of,
     whole_weights,
 )
+from helpers.lost import be_lost, record, recorded
 from no_memory import NoMemory
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -544,7 +544,7 @@ def test_backward_is_refused(trained: str) -> None:
         assert not layer(*inputs.values()).requires_grad
 
 
-def lose_a_rank(group: EPGroup, victim: int, how: signal.Signals) -> str:
+def lose_a_rank(group: EPGroup, victim: int, how: str, folder: Path) -> None:
     """Run rounds until the victim dies or stops in the middle of one; survivors record their errors."""
     layer = layer_on(group)
     x, logits = tokens_of(group)
@@ -555,31 +555,24 @@ def lose_a_rank(group: EPGroup, victim: int, how: signal.Signals) -> str:
             if step == 5 and group.rank == victim:
                 options = {"layout": Layout.COMPACT, "scheme": get_scheme("none"), "layer": layer.tag}
                 layer.transport.dispatch_send(x, routing, **options)
-                os.kill(os.getpid(), how)
+                be_lost(how)
             start = time.monotonic()
             layer(x, logits)
     except PeerLostError as error:
+        record(folder, group.rank, (error.ranks, time.monotonic() - start < 8.0))
         with pytest.raises(PeerLostError):
             layer(x, logits)
-        return f"{error.ranks} in time: {time.monotonic() - start < 8.0}"
-    return "nothing was lost"
+        raise
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
 @pytest.mark.parametrize("victim", [0, 2])
-def test_survivors_name_a_rank_lost_in_mid_run(victim: int, how: signal.Signals, tmp_path) -> None:  # noqa: ANN001
+def test_survivors_name_a_rank_lost_in_mid_run(victim: int, how: str, tmp_path: Path) -> None:
     config = GroupConfig(timeout_secs=4, heartbeat_secs=0.2)
     with pytest.raises(RankFailedError) as caught:
-        launch(_record_loss, victim, how, tmp_path, num_ranks=4, config=config, device="cpu", grace_secs=12)
-    survivors = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert survivors == {str(rank): f"({victim},) in time: True" for rank in range(4) if rank != victim}
+        launch(lose_a_rank, victim, how, tmp_path, num_ranks=4, config=config, device="cpu", grace_secs=12)
+    assert recorded(tmp_path) == {rank: ((victim,), True) for rank in range(4) if rank != victim}
     assert f"rank {victim}" in str(caught.value)
-
-
-def _record_loss(group: EPGroup, victim: int, how: signal.Signals, folder) -> None:  # noqa: ANN001
-    seen = lose_a_rank(group, victim, how)
-    (folder / str(group.rank)).write_text(seen)
-    group.check()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from ep_moe.kernels.exchange import combine_receive, dispatch_receive, waits
 from ep_moe.launch import launch
 from ep_moe.transport.one_sided import combine_launcher, dispatch_launcher, memory, round_plan, transport, tuning
 
-PRELOADED = ("ep_moe.testing", "ep_moe.transport.one_sided", "torch._inductor.config")  # the last by `poisoned_memory`
+# what ranks import: their tests, and for `poisoned_memory` the last
+PRELOADED = ("pytest", "nvlink.common", "ep_moe.layer", "ep_moe.testing", "torch._inductor.config")
 PAUSE_SECS = 3e-3  # a poll takes as long: waiting ranks leave the cores to the others
 
 

@@ -1,5 +1,6 @@
-"""Any number of programs works: of announcers, senders and receivers separately, a single program, small pieces."""
+"""Any number of programs works, of announcers, senders and receivers; and rows wider than a warp."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -23,6 +24,16 @@ CASES = [
     TransportCase(name="grid-batched", tokens=(3, 2), layout=Layout.BATCHED, hidden=272, scheme="fp8_block"),
     TransportCase(name="grid-compact", tokens=(2, 3), hidden=528, shared=True, num_topk=3, routing="repeats"),
     TransportCase(name="grid-flat", tokens=(2, 2), rows=(4, 2), layout=Layout.FLAT, hidden=48, scheme="mxfp8"),
+]
+NARROW_GROUPS = {"hidden": 640, "scheme": "fp8_block_16x16", "num_topk": 2}
+# rows as words with more scales, or entries, than a warp has threads: only words checked for arrival are used
+WIDE = [
+    TransportCase(name="scales", tokens=(2, 1), **NARROW_GROUPS),
+    TransportCase(name="flat-scales", tokens=(1, 2), layout=Layout.FLAT, **NARROW_GROUPS),
+    TransportCase(name="entries", tokens=(2, 2), num_topk=40, num_experts=44, routing="holes"),
+    TransportCase(
+        name="flat-entries", tokens=(2, 1), num_topk=33, num_experts=44, layout=Layout.FLAT, routing="repeats"
+    ),
 ]
 
 
@@ -52,3 +63,15 @@ def outcomes() -> list[dict[str, str]]:
 @pytest.mark.parametrize("name", GRIDS)
 def test_any_grid(name: str) -> None:
     assert [rank[name] for rank in outcomes()] == ["", ""]
+
+
+def check_wide(group: EPGroup) -> None:
+    for case in WIDE:
+        transport = NvlinkTransport(group, case.make_placement(), dataclasses.replace(case.config, max_topk=64))
+        check_round(transport, case, group.device)
+        group.barrier()
+        transport.destroy()
+
+
+def test_wide_rows() -> None:
+    on_ranks(check_wide)

@@ -6,14 +6,11 @@ rank, H hidden, K top-k, E experts, R ranks.
 
 import contextlib
 import os
-import pickle
-import signal
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
+from helpers import lost
 
 from ep_moe.config import GroupConfig, Layout, TransportConfig
 from ep_moe.group import EPGroup
@@ -32,12 +29,13 @@ NO_RANK_LOST = GroupConfig(timeout_secs=60.0, heartbeat_secs=0.25)  # for tests 
 SLACK_SECS = 5.0  # for a machine whose cores the ranks share
 HIDDEN, NUM_TOKENS, MAX_TOKENS, NUM_TOPK, EXPERTS_PER_RANK = 16, 2, 4, 2, 2
 LOST_ROUND = 1
+PRELOADED = ("pytest", "nvlink.common", "nvlink_faults.common")  # what ranks import
 KIND: dict[str, Any] = {"layout": Layout.COMPACT, "scheme": get_scheme("none")}
 
 
 def on_ranks(check: Callable[..., Any], *args: Any, num_ranks: int = NUM_RANKS, config: GroupConfig = CONFIG) -> Any:
     """Run `check(group, *args)` on ranks; returns what each returns, or the RankFailedError."""
-    ready = {"grace_secs": 60.0, "preload": ["ep_moe.transport.one_sided"] if INTERPRETING else []}
+    ready = {"grace_secs": 60.0, "preload": PRELOADED if INTERPRETING else []}
     try:
         return launch(_prepared, check, *args, num_ranks=num_ranks, config=config, device=DEVICE, **ready)
     except RankFailedError as error:
@@ -151,20 +149,7 @@ def blindfolded(transport: Any) -> Iterator[None]:
 
 
 def be_lost(how: str, secs: float = 1000.0) -> None:
-    """Leave this rank's work at once."""
+    """`lost.be_lost`, once this rank's kernels have ended."""
     if DEVICE == "cuda":
         torch.cuda.synchronize()
-    if how == "stuck":
-        time.sleep(secs)
-    else:
-        os.kill(os.getpid(), signal.Signals[how])
-
-
-def record(folder: Path, rank: int, outcome: Any) -> None:
-    """Save a rank's observations to a file."""
-    (folder / str(rank)).write_bytes(pickle.dumps(outcome))
-
-
-def recorded(folder: Path) -> dict[int, Any]:
-    """The saved observations of the ranks."""
-    return {int(path.name): pickle.loads(path.read_bytes()) for path in sorted(folder.iterdir())}
+    lost.be_lost(how, secs)

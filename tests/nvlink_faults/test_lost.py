@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.lost import record, recorded
 
 from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.launch import RankFailedError
@@ -23,8 +24,6 @@ from nvlink_faults.common import (
     finish,
     make_transport,
     on_ranks,
-    record,
-    recorded,
     run_round,
 )
 

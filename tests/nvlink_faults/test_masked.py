@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.lost import record, recorded
 
 from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.launch import RankFailedError
@@ -26,8 +27,6 @@ from nvlink_faults.common import (
     finish,
     make_transport,
     on_ranks,
-    record,
-    recorded,
     run_round,
     send,
 )

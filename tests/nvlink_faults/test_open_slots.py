@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.lost import record, recorded
 
 from ep_moe.group import EPGroup
 from ep_moe.launch import RankFailedError
@@ -24,8 +25,6 @@ from nvlink_faults.common import (
     finish,
     make_transport,
     on_ranks,
-    record,
-    recorded,
     send,
 )
 

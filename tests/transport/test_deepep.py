@@ -6,8 +6,6 @@ rest of them, on 1 to 4.
 
 import dataclasses
 import functools
-import os
-import signal
 import sys
 import time
 import types
@@ -19,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers import fake_deepep, layers
+from helpers.lost import be_lost, record, recorded
 
 from ep_moe.config import GroupConfig, Layout, TransportConfig
 from ep_moe.group import EPGroup, PeerLostError
@@ -246,7 +245,7 @@ def test_low_latency_kernels_may_cast() -> None:
         assert other.startswith("ValueError: ranks disagree on the payload")
 
 
-def lose_rank(group: EPGroup, mode: str, folder: str, how: signal.Signals, *, midway: bool) -> None:
+def lose_rank(group: EPGroup, mode: str, folder: Path, how: str, *, midway: bool) -> None:
     """Run rounds until rank 1 is lost, before its fourth dispatch or after it; record rank 0's error and its time."""
     case = TransportCase(name="lost", tokens=(4, 4))
     transport = make_on_fake(mode)(group, case.make_placement(), case.config)
@@ -256,30 +255,30 @@ def lose_rank(group: EPGroup, mode: str, folder: str, how: signal.Signals, *, mi
         for round_ in range(1000):
             start = time.monotonic()
             if (group.rank, round_, midway) == (1, 3, False):
-                os.kill(os.getpid(), how)
+                be_lost(how)
             dispatched = transport.dispatch(inputs.x, inputs.routing, layout=case.layout, scheme=scheme)
             if (group.rank, round_) == (1, 3):
-                os.kill(os.getpid(), how)
+                be_lost(how)
             transport.combine(compute_experts(dispatched.batch, transport.placement.starts[group.rank]), dispatched)
     except PeerLostError as error:
         again = message_of(transport.check)
-        Path(folder, str(group.rank)).write_text(f"{error.ranks} {time.monotonic() - start < 8} {again[:13]}")
+        record(folder, group.rank, (error.ranks, time.monotonic() - start < 8, again[:13]))
         raise
 
 
 @pytest.mark.parametrize(
     ("mode", "how", "midway"),
     [
-        pytest.param("low_latency", signal.SIGKILL, True, id="low_latency-killed-before-its-combine"),
-        pytest.param("v2", signal.SIGKILL, False, id="v2-killed-before-its-dispatch"),
-        pytest.param("normal", signal.SIGSTOP, False, id="normal-stopped-before-its-dispatch"),
+        pytest.param("low_latency", "SIGKILL", True, id="low_latency-killed-before-its-combine"),
+        pytest.param("v2", "SIGKILL", False, id="v2-killed-before-its-dispatch"),
+        pytest.param("normal", "SIGSTOP", False, id="normal-stopped-before-its-dispatch"),
     ],
 )
-def test_a_lost_rank_is_named_within_the_deadline(mode: str, how: signal.Signals, midway: bool, tmp_path: Path) -> None:
+def test_a_lost_rank_is_named_within_the_deadline(mode: str, how: str, midway: bool, tmp_path: Path) -> None:
     target = functools.partial(lose_rank, midway=midway)
     with pytest.raises(RankFailedError, match="rank 1"):
-        launch(target, mode, str(tmp_path), how, num_ranks=2, config=CONFIG, device="cpu", grace_secs=10)
-    assert (tmp_path / "0").read_text() == "(1,) True PeerLostError"
+        launch(target, mode, tmp_path, how, num_ranks=2, config=CONFIG, device="cpu", grace_secs=10)
+    assert recorded(tmp_path) == {0: ((1,), True, "PeerLostError")}
 
 
 def a_module(**parts: Any) -> types.ModuleType:

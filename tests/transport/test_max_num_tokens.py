@@ -1,37 +1,31 @@
 """Rounds with `max_num_tokens`: CUDA graphs and eager calls of different bounds take turns on one transport."""
 
+import dataclasses
+
 import pytest
 import torch
+from helpers.layers import random_layer
 
-from ep_moe.config import GroupConfig, Layout, MoEConfig, TransportConfig
+from ep_moe.config import GroupConfig, Layout
 from ep_moe.group import EPGroup
 from ep_moe.group.joining import num_gpu_ranks
 from ep_moe.launch import launch
 from ep_moe.layer import ExpertParallelMoE
-from ep_moe.placement import Placement
-from ep_moe.quant import StoredMatrix
-from ep_moe.transport import create_transport
-from ep_moe.weights import ExpertWeights
 
-HIDDEN, INNER, EXPERTS, TOPK, TOKENS, MOST = 512, 256, 16, 4, 10, 600
+HIDDEN, EXPERTS, TOPK, TOKENS, MOST = 512, 16, 4, 10, 600
 BOUNDS = (TOKENS, None, 300)
 
 
 def take_turns(group: EPGroup, transport_name: str) -> list[str]:
     """What differs from a layer without bounds, by layout and bound; on a CPU without graphs."""
-    device, placement = group.device, Placement.linear(EXPERTS, group.num_ranks)
-    generator = torch.Generator(device).manual_seed(group.rank)
-    num_local = placement.num_local_experts(group.rank)
-    w13 = torch.randn(num_local, 2 * INNER, HIDDEN, generator=generator, device=device).bfloat16() / 16
-    weights = ExpertWeights(w13=StoredMatrix(w13), w2=StoredMatrix(w13[:, :INNER].mT.contiguous()))
-    sizes = TransportConfig(hidden=HIDDEN, max_tokens_per_rank=MOST)
-    transport = create_transport(transport_name, group, placement, sizes)
+    device, generator = group.device, torch.Generator(group.device).manual_seed(group.rank)
+    layer = random_layer(group, transport_name, max_tokens_per_rank=MOST)
+    weights, transport = layer.weights, layer.transport
     x = torch.randn(TOKENS, HIDDEN, generator=generator, device=device).bfloat16()
     scores, ids = torch.rand(TOKENS, EXPERTS, generator=generator, device=device).topk(TOPK)
     wrong = []
     for layout in Layout:
-        config = MoEConfig(hidden=HIDDEN, intermediate=INNER, num_experts=EXPERTS, layout=layout)
-        layer = ExpertParallelMoE(config, weights, transport)
+        layer = ExpertParallelMoE(dataclasses.replace(layer.config, layout=layout), weights, transport)
         expected = layer.forward_routed(x, ids, scores)
         graphs = []
         for bound in BOUNDS:
