@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 import signal
 import socket
 from collections.abc import Iterator
@@ -72,7 +73,7 @@ def _existing_cluster(address: str) -> Iterator[None]:
     if address != "auto":
         _check_answers(address)
     try:
-        ray.init(address=address, logging_level="warning")
+        ray.init(address=address, logging_level=logging.WARNING)
     except Exception as error:  # noqa: BLE001 - Ray raises ConnectionError, RuntimeError and its own
         reason = str(error).strip().partition("\n")[0]
         raise RuntimeError(f"ray ({address!r}) is not a cluster that can be used: {reason}") from error
@@ -101,7 +102,7 @@ def _new_cluster(nodes: NodeRanks) -> Iterator[None]:
             num_cpus=nodes.ranks_per_node,
             object_store_memory=OBJECT_STORE_BYTES,
             include_dashboard=False,
-            logging_level="warning",
+            logging_level=logging.WARNING,
         )
         yield
         return
@@ -117,7 +118,7 @@ def _new_cluster(nodes: NodeRanks) -> Iterator[None]:
         for _ in range(nodes.num_nodes - 1):
             cluster.add_node(wait=False, **sizes)
         cluster.wait_for_nodes()
-        ray.init(address=cluster.address, logging_level="warning")
+        ray.init(address=cluster.address, logging_level=logging.WARNING)
         yield
     finally:
         with held_back(signal.SIGINT, signal.SIGTERM):

@@ -58,9 +58,10 @@ def refused_round(transport: Transport, case: TransportCase, arguments: Dispatch
 
     Errors: AssertionError if nothing was raised, or twice.
     """
-    message, wrong, (x, routing, *options) = "", "", arguments
+    message, wrong, options = "", "", arguments._asdict()
+    x, routing = options.pop("x"), options.pop("routing")
     try:
-        dispatched = transport.dispatch(x, routing, **dict(zip(DispatchArguments._fields[2:], options, strict=True)))
+        dispatched = transport.dispatch(x, routing, **options)
     except ValueError as error:
         message = str(error)
     else:

@@ -1,7 +1,12 @@
 """A layer of ten experts on one to four ranks, its tokens, and what it computes in float64."""
 
+import itertools
+import pkgutil
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 
 from ep_moe.config import ActivationConfig, Layout, MoEConfig, RoutingConfig, TransportConfig
@@ -10,6 +15,7 @@ from ep_moe.layer import ExpertParallelMoE
 from ep_moe.placement import Placement, create_placement
 from ep_moe.quant import StoredMatrix, get_scheme, quantize_weight
 from ep_moe.routing import route
+from ep_moe.testing import ROW_ERROR_LIMITS, worst_row_error
 from ep_moe.transport import create_transport
 from ep_moe.weights import ExpertWeights
 
@@ -121,3 +127,34 @@ def sent_to_rank_1(layer: ExpertParallelMoE, logits: torch.Tensor) -> torch.Tens
     ids = layer.placement.to_physical(route(logits, ROUTING, routing_bias=layer.routing_bias).topk_ids)
     first, last = layer.placement.starts[1:3]
     return ((ids >= first) & (ids < last)).any(1)
+
+
+def fail_on_rank_1(
+    group: EPGroup, layer: ExpertParallelMoE, call: Callable[..., torch.Tensor], where: str, before: int, first: int
+) -> tuple[bool, bool]:
+    """Rank 1 runs out of memory once, in the function of this name after `before` of its calls.
+
+    Returns whether the others' results are NaN for the tokens from `first` on that they sent it, and there alone, and
+    whether the next call is right.
+    """
+    x, logits = tokens_of(group)
+    sound = call(x, logits)
+    if group.rank == 1:
+        real, calls = pkgutil.resolve_name(where), itertools.count()
+
+        def fails(*args: Any, **options: Any) -> Any:
+            if next(calls) == before:
+                raise torch.OutOfMemoryError("no memory")
+            return real(*args, **options)
+
+        with mock.patch(where, fails), pytest.raises(torch.OutOfMemoryError, match="no memory"):
+            call(x, logits)
+        is_nan = True
+    else:
+        lost = sent_to_rank_1(layer, logits)
+        lost[:first] = False
+        found = call(x, logits)
+        is_nan = torch.equal(found.isnan().all(1), lost)
+        # of other bits, for rank 1's tokens are not in the batch
+        assert worst_row_error(found[~lost], sound[~lost]) < ROW_ERROR_LIMITS["float32"]
+    return is_nan, torch.equal(call(x, logits), sound)

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import pkgutil
 import time
 import weakref
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from helpers.layers import (
     NUM_TOPK,
     ROUTING,
     expected,
+    fail_on_rank_1,
     layer_on,
     local_weights,
     run_layer,
@@ -384,24 +384,9 @@ FAILING = {
 
 
 def fail_before_tokens_are_sent(group: EPGroup, where: str, shared: bool) -> tuple[bool, bool]:
-    """Rank 1 runs out of memory in one function: is the others' result NaN for its experts, and the next one right?"""
     layer = layer_on(group)
     layer.shared_experts = layer.shared_experts if shared else None
-    x, logits = tokens_of(group)
-    sound = layer(x, logits)
-    if group.rank == 1:
-        effects = [torch.OutOfMemoryError("no memory"), mock.DEFAULT]  # once
-        failing = mock.patch(where, side_effect=effects, wraps=pkgutil.resolve_name(where))
-        with failing, pytest.raises(torch.OutOfMemoryError, match="no memory"):
-            layer(x, logits)
-        is_nan = True
-    else:
-        needs_rank_1 = sent_to_rank_1(layer, logits)
-        found = layer(x, logits)
-        is_nan = torch.equal(found.isnan().all(1), needs_rank_1)
-        rest = ~needs_rank_1  # of other bits, for rank 1's tokens are not in the batch
-        assert worst_row_error(found[rest], sound[rest]) < ROW_ERROR_LIMITS["float32"]
-    return is_nan, torch.equal(layer(x, logits), sound)
+    return fail_on_rank_1(group, layer, layer, where, before=0, first=0)
 
 
 @pytest.mark.parametrize("name", FAILING)

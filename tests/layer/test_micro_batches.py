@@ -1,14 +1,11 @@
 """A layer's call in micro-batches: the bits of calls of each part, in the order that overlaps, also after failures."""
 
 import dataclasses
-import itertools
-import pkgutil
-from typing import Any
-from unittest import mock
+import functools
 
 import pytest
 import torch
-from helpers.layers import NUM_EXPERTS, ROUTING, layer_on, sent_to_rank_1, tokens, tokens_of
+from helpers.layers import NUM_EXPERTS, ROUTING, fail_on_rank_1, layer_on, tokens, tokens_of
 
 from ep_moe.config import GroupConfig, Layout, TransportConfig
 from ep_moe.experts import Experts
@@ -101,28 +98,10 @@ FAILING = {  # a function, how many of its calls succeed before one fails, and t
 
 
 def fail_on_one_rank(group: EPGroup, where: str, before: int, first_lost: int) -> tuple[bool, bool]:
-    """Rank 1 runs out of memory once: is NaN just where its experts are missing, and is the next call right?"""
     layer = layer_on(group)
-    x, logits = tokens_of(group)
-    sound = layer.forward_micro_batches(x, logits, num_micro_batches=3)
-    if group.rank == 1:
-        real, calls = pkgutil.resolve_name(where), itertools.count()
-
-        def fails(*args: Any, **options: Any) -> Any:
-            if next(calls) == before:
-                raise torch.OutOfMemoryError("no memory")
-            return real(*args, **options)
-
-        with mock.patch(where, fails), pytest.raises(torch.OutOfMemoryError, match="no memory"):
-            layer.forward_micro_batches(x, logits, num_micro_batches=3)
-        is_nan = True
-    else:
-        lost = sent_to_rank_1(layer, logits)
-        lost[: row_slices(len(x), 3)[first_lost].start] = False
-        found = layer.forward_micro_batches(x, logits, num_micro_batches=3)
-        is_nan = torch.equal(found.isnan().all(1), lost)
-        assert worst_row_error(found[~lost], sound[~lost]) < ROW_ERROR_LIMITS["float32"]
-    return is_nan, torch.equal(layer.forward_micro_batches(x, logits, num_micro_batches=3), sound)
+    first = row_slices(len(tokens_of(group)[0]), 3)[first_lost].start
+    call = functools.partial(layer.forward_micro_batches, num_micro_batches=3)
+    return fail_on_rank_1(group, layer, call, where, before, first)
 
 
 @pytest.mark.parametrize("name", FAILING)

@@ -13,6 +13,7 @@ from ep_moe.kernels.exchange.round_state import SlotState
 from ep_moe.layout import ExpertBatch, Flat, weighted_sum
 from ep_moe.placement import Placement
 from ep_moe.quant import QuantScheme, as_bytes, dequantize_rows, quantize
+from ep_moe.testing.rounds import expert_function
 
 WRONG = ("counts", "starts", "values", "scales", "tokens", "rows", "weights")
 
@@ -26,12 +27,6 @@ class Inputs:
     weights: torch.Tensor  # [R, M, K] float32
     shared: torch.Tensor  # [M, H]
     tokens: tuple[int, ...]  # T of each rank
-
-
-def expert_function(values: torch.Tensor, expert: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The output of expert [n] for values [n, H] float32; different for each expert."""
-    number = expert.unsqueeze(1).float()
-    return (values * (number + 1.5) - number).to(dtype)
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
@@ -51,7 +46,7 @@ def compute(batch: ExpertBatch, first: int) -> torch.Tensor:
     if batch.scale is not None:
         scale = as_bytes(batch.scale).reshape(-1, batch.scale.shape[-1])[index].view(batch.scale.dtype)
     values = dequantize_rows(x[index].view(batch.x.dtype), scale, batch.scheme)
-    y = expert_function(values, local + first, batch.dtype)
+    y = expert_function(values, (local + first).float().unsqueeze(1), batch.dtype)
     live = (place >= 0) & (place < batch.expert_num_tokens[local])
     y = torch.where(live.unsqueeze(1), y, torch.nan)
     if isinstance(batch, Flat):
@@ -158,7 +153,7 @@ def expected_output(
     for first, last in zip(placement.starts, placement.starts[1:], strict=False):
         partial, (local, merged) = torch.zeros_like(real), _merge(ids, weights, first, last)
         for expert, weight in zip(local.unbind(1), merged.unbind(1), strict=True):
-            part = expert_function(real, expert + first, dtype).float() * weight.unsqueeze(1)
+            part = expert_function(real, (expert + first).float().unsqueeze(1), dtype).float() * weight.unsqueeze(1)
             partial = torch.where((expert >= 0).unsqueeze(1), partial + part, partial)
         any_here = (local >= 0).any(1)
         total = torch.where(any_here.unsqueeze(1), total + partial.to(dtype).float(), total)

@@ -100,8 +100,8 @@ class RoundSpec(NamedTuple):
     def of(cls, arguments: DispatchArguments, max_num_tokens: int) -> "RoundSpec":
         """That of a dispatch."""
         x, routing, layout, scheme, num_tokens, *_ = arguments
-        shape, counted = routing.topk_ids.shape, num_tokens is not None
-        return cls(*shape, layout, scheme, isinstance(x, Quantized), counted, max_num_tokens)
+        (rows, num_topk), counted = routing.topk_ids.shape, num_tokens is not None
+        return cls(rows, num_topk, layout, scheme, isinstance(x, Quantized), counted, max_num_tokens)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +114,7 @@ class RoundPlan:
     announcers: int
     programs: DispatchTuning
     frame: Frame  # meta tensors with the shapes of the batch
-    output_shape: tuple[int, ...]  # of the experts' output
+    output: tuple[Any, ...]  # shape, dtype, device and layout of the experts' output
     new_result: Callable[[], torch.Tensor]  # allocates [T, H]
     in_place: bool  # contiguous inputs are sent as they are: nothing runs before the dispatch kernel
     strides: tuple[int, ...]  # of inputs sent in place: of x, of its scales, of ids and of weights
@@ -272,7 +272,7 @@ class RoundPlans:
             programs=programs,
             frame=frame,
             new_result=allocator((rows, config.hidden), (config.hidden, 1), config.dtype, self._device),
-            output_shape=(*frame.x.shape[lead:-1], config.hidden),
+            output=((*frame.x.shape[lead:-1], config.hidden), config.dtype, self._device, torch.strided),
             in_place=not sending.IDS_COUNTED and not quantized and bool(fused_quant or not scheme.payload.quantized),
             strides=(row_units, 0, 0, num_topk, num_topk),
             expected_rows=max(triton.cdiv(rows * num_ranks * num_topk, num_physical), 1),

@@ -31,7 +31,7 @@ from ep_moe.transport.one_sided.dispatch_launcher import DispatchLauncher
 from ep_moe.transport.one_sided.faults import Faults
 from ep_moe.transport.one_sided.memory import check_limits, map_heap, map_peers
 from ep_moe.transport.one_sided.occupancy import OpenRounds, most_receivers
-from ep_moe.transport.one_sided.round_plan import ExchangeRound, KernelContext, RoundPlan, RoundPlans
+from ep_moe.transport.one_sided.round_plan import ExchangeRound, KernelContext, RoundPlans
 from ep_moe.transport.one_sided.slot_state import ExchangeStatistics, SlotStates
 from ep_moe.transport.one_sided.tuning import Tuning
 from ep_moe.transport.one_sided.warmup import warm_up
@@ -209,33 +209,22 @@ class NvlinkTransport(Transport):
         self._faults.poll()
         handle = dispatched.handle
         round_ = self._slots.expect(handle.slot, "combine_send", handle.round)
-        self._check(y, dispatched, round_.plan, shared, out)
+        plan = round_.plan
+        if type(y) is not torch.Tensor or (y.shape, y.dtype, y.device, y.layout) != plan.output:
+            check_expert_output(y, dispatched.batch)
+        if shared is not None or out is not None:
+            check_results((plan.spec.num_tokens, self.config.hidden), self.config, self.device, shared=shared, out=out)
         result = self._combines.receive(round_, y.contiguous(), send=True, shared=shared, out=out)
         self._close(handle.slot)
         return result
-
-    def _check(
-        self,
-        y: torch.Tensor | None,
-        dispatched: Dispatched,
-        plan: RoundPlan,
-        shared: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-    ) -> None:
-        """Raise ValueError for tensors that do not fit a combine."""
-        if y is not None:
-            fits = type(y) is torch.Tensor and y.shape == plan.output_shape and y.dtype == self.config.dtype
-            if not fits or y.device != self.device or y.layout is not torch.strided:
-                check_expert_output(y, dispatched.batch)
-        if shared is not None or out is not None:
-            check_results((plan.spec.num_tokens, self.config.hidden), self.config, self.device, shared=shared, out=out)
 
     def combine_send(self, y: torch.Tensor, dispatched: Dispatched) -> None:
         """See `Transport.combine_send`. Local, on the current stream, no host sync."""
         self._faults.poll()
         handle = dispatched.handle
         round_ = self._slots.expect(handle.slot, "combine_send", handle.round)
-        self._check(y, dispatched, round_.plan)
+        if type(y) is not torch.Tensor or (y.shape, y.dtype, y.device, y.layout) != round_.plan.output:
+            check_expert_output(y, dispatched.batch)
         round_.sent_y = y.contiguous()
         self._combines.send(round_, round_.sent_y)
         self._slots.put(handle.slot, "combine_recv", round_)
@@ -261,7 +250,8 @@ class NvlinkTransport(Transport):
         self._faults.poll()
         handle = dispatched.handle
         round_ = self._slots.expect(handle.slot, "combine_recv", handle.round)
-        self._check(None, dispatched, round_.plan, shared, out)
+        shape = round_.plan.spec.num_tokens, self.config.hidden
+        check_results(shape, self.config, self.device, shared=shared, out=out)
         result = self._combines.receive(round_, shared=shared, out=out)
         self._close(handle.slot)
         return result
