@@ -1,4 +1,4 @@
-"""The files of `nvlink/` in Triton's interpreter, in other processes: Triton reads TRITON_INTERPRET at import."""
+"""The files of `nvlink/` and `nvlink_faults/` in Triton's interpreter, in other processes: it is chosen at import."""
 
 import dataclasses
 import gc
@@ -13,15 +13,42 @@ import pytest
 import torch
 from helpers import separate
 
+from ep_moe.config import TransportConfig
+from ep_moe.group import EPGroup
+from ep_moe.placement import Placement
+from ep_moe.transport import TRANSPORTS
+
 TESTS = Path(__file__).parent.parent
 GROUPS = separate.groups(TESTS / "nvlink", 3)
+NO_RANK_LOST = "test_refused.py", "test_sent_once.py"  # other groups may use the cores meanwhile
+REFUSALS = tuple(TESTS / "nvlink_faults" / name for name in NO_RANK_LOST)
+[FAULTS] = separate.groups(TESTS / "nvlink_faults", 1, without=NO_RANK_LOST)
 
 
 @pytest.mark.timeout(900)  # it may wait for others
-@pytest.mark.parametrize("files", [pytest.param(files, marks=pytest.mark.separate(files)) for files in GROUPS])
+@pytest.mark.parametrize(
+    "files", [pytest.param(files, marks=pytest.mark.separate(files)) for files in (*GROUPS, REFUSALS)]
+)
 def test_the_transport_in_the_interpreter(files: separate.Files) -> None:
     code, said = separate.outcome(files)
     assert code == 0, said
+
+
+@pytest.mark.timeout(600)
+def test_faults_in_the_interpreter() -> None:
+    command, environment = separate.interpreted(FAULTS)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=TESTS.parent, timeout=580)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def test_who_can_go_on_without_a_rank() -> None:
+    config = TransportConfig(hidden=16, max_tokens_per_rank=1, on_peer_loss="mask")
+    with EPGroup.single("cpu") as group:
+        TRANSPORTS["local"](group, Placement.linear(2, 1), config).destroy()
+        with pytest.raises(ValueError, match=r"on_peer_loss \('mask'\) needs transport 'nvlink'"):
+            TRANSPORTS["collective"](group, Placement.linear(2, 1), config)
+    with pytest.raises(ValueError, match=r"on_peer_loss \('wait'\) is not one of raise, mask"):
+        TransportConfig(hidden=16, max_tokens_per_rank=1, on_peer_loss="wait")
 
 
 @pytest.mark.parametrize("num_sms", [3, 16, 100])

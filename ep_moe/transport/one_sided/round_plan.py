@@ -128,7 +128,7 @@ class RoundPlan:
     signature: object = dataclasses.field(default_factory=object)  # of its batches
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class ExchangeRound(Handle):
     """A round of the one-sided exchange, from its dispatch to its combine."""
 
@@ -317,6 +317,9 @@ class RoundPlans:
 
     def destroy(self) -> None:
         """Drop all plans, and with them the references to the slots' memory. Local; calling it twice is fine."""
+        for plan in self._plans.values():  # which handles refer to
+            for kept in (plan.dispatches, plan.combines, plan.received):
+                kept.clear()
         self._plans.clear()
         self._last = None, None
 
