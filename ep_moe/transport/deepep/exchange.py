@@ -20,19 +20,6 @@ from ep_moe.transport.payload import RowFormat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Sizes:
-    """What a mode's buffers are made for."""
-
-    num_local_experts: int  # L
-    max_tokens: int  # M
-    hidden: int  # H
-    max_topk: int
-    num_sms: int  # 0 lets DeepEP choose
-    timeout_secs: float
-    topk_idx_dtype: torch.dtype
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Outgoing:
     """A rank's tokens, as a mode sends them."""
 
@@ -52,13 +39,15 @@ class Arrived:
 
 
 class Exchange(Protocol):
-    """One mode of DeepEP. `round_` is the mode's own state of a round.
+    """One mode of DeepEP, made of a `Library`, group, config and L. `round_` is the mode's own state of a round.
 
     Attributes:
+        most_topk: of its kernels.
         sum_order: the name of its order of sums, as `ep_moe.testing` knows it.
         casts: whether DeepEP quantizes, so that `Outgoing.x` is [T, H] in the model's dtype.
     """
 
+    most_topk: int
     sum_order: str
     casts: bool
 

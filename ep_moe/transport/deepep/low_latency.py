@@ -21,10 +21,11 @@ from typing import Any
 
 import torch
 
+from ep_moe.config import TransportConfig
 from ep_moe.group import EPGroup
 from ep_moe.group.collectives import all_gather_single
 from ep_moe.layout import TokenRows
-from ep_moe.transport.deepep.exchange import Arrived, Outgoing, Sizes, without_fill
+from ep_moe.transport.deepep.exchange import Arrived, Outgoing, without_fill
 from ep_moe.transport.deepep.library import Library
 from ep_moe.transport.deepep.payload import padded, read_words, words
 from ep_moe.transport.payload import RowFormat, round_up
@@ -62,30 +63,35 @@ class _Round:
 class LowLatency:
     """See `Exchange`. cast: DeepEP casts to fp8_block; its values are not those of `ep_moe.quant` bit for bit."""
 
+    most_topk = MOST_TOPK
     sum_order = "columns"
 
-    def __init__(self, library: Library, group: EPGroup, sizes: Sizes, *, cast: bool = False) -> None:
+    def __init__(
+        self, library: Library, group: EPGroup, config: TransportConfig, num_local: int, *, cast: bool = False
+    ) -> None:
         self.casts = cast
-        self.width = low_latency_width(sizes.hidden)
-        if sizes.num_sms:
-            raise ValueError(f"num_sms ({sizes.num_sms}): DeepEP's low-latency kernels choose their SMs; use 0")
-        self._sizes, self._rank, self._num_ranks = sizes, group.rank, group.num_ranks
+        self.width = low_latency_width(config.hidden)
+        if config.num_sms:
+            raise ValueError(f"num_sms ({config.num_sms}): DeepEP's low-latency kernels choose their SMs; use 0")
+        self._num_local, self._rank, self._num_ranks = num_local, group.rank, group.num_ranks
         self._group = group.process_group
-        self._num_experts = sizes.num_local_experts * group.num_ranks
-        self._max_tokens = round_up(sizes.max_tokens, 4)  # the scales' columns need R * M to be a multiple of 4
+        self._num_experts = num_local * group.num_ranks
+        self._max_tokens = round_up(
+            config.max_tokens_per_rank, 4
+        )  # the scales' columns need R * M to be a multiple of 4
         shape = (self._max_tokens, self.width, group.num_ranks, self._num_experts)
         self._buffer = library.buffer_class(
             group=self._group,
             num_rdma_bytes=library.buffer_class.get_low_latency_rdma_size_hint(*shape),
             low_latency_mode=True,
-            num_qps_per_rank=sizes.num_local_experts,
+            num_qps_per_rank=num_local,
             explicitly_destroy=True,
         )
         depth = getattr(self._buffer, "nvshmem_qp_depth", math.inf)
         if depth < 2 * (self._max_tokens + 1):
             self._buffer.destroy()
             raise ValueError(
-                f"max_tokens_per_rank ({sizes.max_tokens}) exceeds {(int(depth) // 2 - 1) // 4 * 4}, which "
+                f"max_tokens_per_rank ({config.max_tokens_per_rank}) exceeds {(int(depth) // 2 - 1) // 4 * 4}, which "
                 f"NVSHMEM_QP_DEPTH ({depth}) allows; set it to {2 * (self._max_tokens + 1)} or more"
             )
         self._in_flight: Callable[[], None] | None = None
@@ -134,7 +140,7 @@ class LowLatency:
             x, scale = read_words(round_.format, round_.received.view(-1, self.width)[place])
         round_.place, round_.keep = place, None
         rows = TokenRows(x=x, scale=scale, local_topk_ids=ids, topk_weights=weights, max_expert_rows=round_.num_tokens)
-        return Arrived(rows=rows, num_pairs=ids.shape[0] * min(ids.shape[1], self._sizes.num_local_experts))
+        return Arrived(rows=rows, num_pairs=ids.shape[0] * min(ids.shape[1], self._num_local))
 
     def count(self, round_: _Round) -> int:
         """See `Exchange.count`."""
@@ -148,9 +154,7 @@ class LowLatency:
         self._complete(self._in_flight)
         assert round_.place is not None
         height = self._num_ranks * self._max_tokens
-        x = torch.empty(
-            self._sizes.num_local_experts, height, self.width, dtype=torch.bfloat16, device=round_.topk_ids.device
-        )
+        x = torch.empty(self._num_local, height, self.width, dtype=torch.bfloat16, device=round_.topk_ids.device)
         flat = x.view(-1, self.width)
         if round_.zeros is not None:
             flat[round_.zeros] = 0
@@ -171,7 +175,7 @@ class LowLatency:
         self._complete(round_.hook)
         assert round_.combined is not None
         round_.keep = None
-        return round_.combined[:, : self._sizes.hidden]
+        return round_.combined[:, : round_.format.hidden]
 
     def destroy(self) -> None:
         """See `Exchange.destroy`."""
@@ -185,7 +189,7 @@ class LowLatency:
 
     def _source_weights(self, ids: torch.Tensor, weights: torch.Tensor, flat: list[bool]) -> torch.Tensor:
         """The combine's weights: of experts on a FLAT rank 1 for a token's first and 0 for its others."""
-        owner = torch.where(ids >= 0, ids // self._sizes.num_local_experts, -1)
+        owner = torch.where(ids >= 0, ids // self._num_local, -1)
         result = weights.clone()
         is_flat = torch.tensor([*flat, False], device=ids.device)[owner]
         for column in range(ids.shape[1]):
@@ -227,7 +231,7 @@ class LowLatency:
 
     def _flat_rows(self, round_: _Round) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Place, ids [N, K] and weights [N, K] of the tokens that have an expert here, by source rank and token."""
-        lists, table, num_local = round_.lists, self._row_of(round_), self._sizes.num_local_experts
+        lists, table, num_local = round_.lists, self._row_of(round_), self._num_local
         assert lists is not None
         num_topk = lists.shape[2] // 2
         local = lists[..., :num_topk] - self._rank * num_local

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
+from ep_moe.config import TransportConfig
 from ep_moe.group import EPGroup
 from ep_moe.layout import TokenRows
-from ep_moe.transport.deepep.exchange import Arrived, Outgoing, Sizes, without_fill
+from ep_moe.transport.deepep.exchange import Arrived, Outgoing, without_fill
 from ep_moe.transport.deepep.library import Library
 from ep_moe.transport.deepep.payload import padded, pair, read_pair
 from ep_moe.transport.payload import RowFormat, round_up
@@ -52,13 +53,13 @@ class _Round:
 class PerRank(abc.ABC):
     """See `Exchange`. width: elements of a row, H or more."""
 
+    most_topk = MOST_TOPK
     sum_order: str
     casts = False
     _asynchronous: str  # the argument with which `combine` returns an event
 
-    def __init__(self, buffer: Any, sizes: Sizes, num_ranks: int, width: int) -> None:
-        self._buffer, self._sizes, self._width = buffer, sizes, width
-        self._num_experts = sizes.num_local_experts * num_ranks
+    def __init__(self, buffer: Any, config: TransportConfig, num_experts: int, width: int) -> None:
+        self._buffer, self._config, self._num_experts, self._width = buffer, config, num_experts, width
 
     @abc.abstractmethod
     def send(self, outgoing: Outgoing) -> _Round:
@@ -91,23 +92,23 @@ class PerRank(abc.ABC):
         round_.event.current_stream_wait()
         round_.keep = None
         assert round_.combined is not None
-        return round_.combined[:, : self._sizes.hidden]
+        return round_.combined[:, : self._config.hidden]
 
     def destroy(self) -> None:
         """See `Exchange.destroy`."""
         self._buffer.destroy()
 
 
-def check_normal(num_ranks: int, sizes: Sizes) -> int:
+def check_normal(num_ranks: int, hidden: int, num_local: int) -> int:
     """The width of rows. Errors: ValueError for sizes that the normal kernels do not serve."""
     whole_nodes = num_ranks > NODE_RANKS and num_ranks % NODE_RANKS == 0
     if num_ranks not in SIZES_OF_A_NODE and not whole_nodes:
         raise ValueError(f"num_ranks ({num_ranks}): DeepEP's normal kernels serve 2, 4, 8 and multiples of 8 ranks")
-    if sizes.num_local_experts > MOST_LOCAL_EXPERTS:
-        raise ValueError(f"experts of a rank ({sizes.num_local_experts}) exceed {MOST_LOCAL_EXPERTS}")
-    width = round_up(sizes.hidden, WIDTH_MULTIPLE) if whole_nodes else sizes.hidden
+    if num_local > MOST_LOCAL_EXPERTS:
+        raise ValueError(f"experts of a rank ({num_local}) exceed {MOST_LOCAL_EXPERTS}")
+    width = round_up(hidden, WIDTH_MULTIPLE) if whole_nodes else hidden
     if 2 * width > MOST_ROW_BYTES:
-        raise ValueError(f"hidden ({sizes.hidden}) exceeds {MOST_ROW_BYTES // 2} in DeepEP's normal kernels")
+        raise ValueError(f"hidden ({hidden}) exceeds {MOST_ROW_BYTES // 2} in DeepEP's normal kernels")
     return width
 
 
@@ -117,20 +118,21 @@ class Normal(PerRank):
     sum_order = "ranks-rounded"
     _asynchronous = "async_finish"
 
-    def __init__(self, library: Library, group: EPGroup, sizes: Sizes) -> None:
-        width, kind, num_ranks = check_normal(group.num_ranks, sizes), library.buffer_class, group.num_ranks
-        if sizes.num_sms:
-            kind.set_num_sms(sizes.num_sms - sizes.num_sms % 2)  # of all buffers of the process
-        configs = [kind.get_dispatch_config(num_ranks), kind.get_combine_config(num_ranks)]
+    def __init__(self, library: Library, group: EPGroup, config: TransportConfig, num_local: int) -> None:
+        kind, num_ranks = library.buffer_class, group.num_ranks
+        width = check_normal(num_ranks, config.hidden, num_local)
+        if config.num_sms:
+            kind.set_num_sms(config.num_sms - config.num_sms % 2)  # of all buffers of the process
+        queues = [kind.get_dispatch_config(num_ranks), kind.get_combine_config(num_ranks)]
         buffer = kind(
             group=group.process_group,
-            num_nvl_bytes=max(config.get_nvl_buffer_size_hint(2 * width, num_ranks) for config in configs),
+            num_nvl_bytes=max(queue.get_nvl_buffer_size_hint(2 * width, num_ranks) for queue in queues),
             num_rdma_bytes=0
             if num_ranks <= NODE_RANKS
-            else max(config.get_rdma_buffer_size_hint(2 * width, num_ranks) for config in configs),
+            else max(queue.get_rdma_buffer_size_hint(2 * width, num_ranks) for queue in queues),
             explicitly_destroy=True,
         )
-        super().__init__(buffer, sizes, num_ranks, width)
+        super().__init__(buffer, config, num_local * num_ranks, width)
 
     def send(self, outgoing: Outgoing) -> _Round:
         """See `Exchange.send`."""
@@ -156,25 +158,25 @@ class Elastic(PerRank):
     sum_order = "last-columns-rounded"
     _asynchronous = "async_with_compute_stream"
 
-    def __init__(self, library: Library, group: EPGroup, sizes: Sizes) -> None:
+    def __init__(self, library: Library, group: EPGroup, config: TransportConfig, num_local: int) -> None:
         for name, value, most in (
-            ("experts of a rank", sizes.num_local_experts, MOST_ELASTIC_LOCAL_EXPERTS),
-            ("experts of all ranks", sizes.num_local_experts * group.num_ranks, MOST_ELASTIC_EXPERTS),
+            ("experts of a rank", num_local, MOST_ELASTIC_LOCAL_EXPERTS),
+            ("experts of all ranks", num_local * group.num_ranks, MOST_ELASTIC_EXPERTS),
         ):
             if value > most:
                 raise ValueError(f"{name} ({value}) exceed {most}, the most of DeepEP's ElasticBuffer")
-        width, timeout = round_up(sizes.hidden, WIDTH_MULTIPLE), max(math.ceil(sizes.timeout_secs), 1)
+        width, timeout = round_up(config.hidden, WIDTH_MULTIPLE), max(math.ceil(group.config.timeout_secs), 1)
         buffer = library.buffer_class(
             group=group.process_group,
-            num_max_tokens_per_rank=sizes.max_tokens,
+            num_max_tokens_per_rank=config.max_tokens_per_rank,
             hidden=width,
-            num_topk=min(sizes.max_topk, MOST_TOPK),
+            num_topk=min(config.max_topk, MOST_TOPK),
             deterministic=True,
             num_cpu_timeout_secs=timeout,
             num_gpu_timeout_secs=timeout,
             explicitly_destroy=True,
         )
-        super().__init__(buffer, sizes, group.num_ranks, width)
+        super().__init__(buffer, config, num_local * group.num_ranks, width)
 
     def send(self, outgoing: Outgoing) -> _Round:
         """See `Exchange.send`."""
@@ -186,8 +188,8 @@ class Elastic(PerRank):
                 topk_idx=outgoing.topk_ids,
                 topk_weights=outgoing.topk_weights.contiguous(),
                 num_experts=self._num_experts,
-                num_max_tokens_per_rank=self._sizes.max_tokens,
-                num_sms=self._sizes.num_sms or (0 if estimated else SMS_WITHOUT_ESTIMATE),
+                num_max_tokens_per_rank=self._config.max_tokens_per_rank,
+                num_sms=self._config.num_sms or (0 if estimated else SMS_WITHOUT_ESTIMATE),
                 do_cpu_sync=True,
             )
         num_pairs = sum(handle.num_recv_tokens_per_expert_list)

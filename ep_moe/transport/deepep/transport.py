@@ -10,7 +10,7 @@ others' ids and weights exist for tokens alone.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,14 +23,15 @@ from ep_moe.quant import Quantized
 from ep_moe.routing import Routing
 from ep_moe.transport.base import Dispatched
 from ep_moe.transport.checks import DispatchArguments
-from ep_moe.transport.deepep import low_latency, per_rank
-from ep_moe.transport.deepep.exchange import Exchange, Outgoing, Sizes, check_common
+from ep_moe.transport.deepep.exchange import Exchange, Outgoing, check_common
 from ep_moe.transport.deepep.library import Library, find_library
+from ep_moe.transport.deepep.low_latency import LowLatency
+from ep_moe.transport.deepep.per_rank import Elastic, Normal
 from ep_moe.transport.headers import Header, find_bad_ids, gather_headers
 from ep_moe.transport.host_sync import HostSyncTransport, OpenRound, Tokens, sum_experts
 from ep_moe.transport.payload import RowFormat
 
-MOST_TOPK = {"low_latency": low_latency.MOST_TOPK, "normal": per_rank.MOST_TOPK, "v2": per_rank.MOST_TOPK}
+EXCHANGES: dict[str, Callable[..., Exchange]] = {"low_latency": LowLatency, "normal": Normal, "v2": Elastic}
 CAST_SCHEME = "fp8_block"
 FEWEST_EXPERTS = 2  # of all ranks: a low-latency kernel has an SM for each and traps with one
 
@@ -80,24 +81,16 @@ class DeepEPTransport(HostSyncTransport[_Round]):
         self.mode, self._destroyed = library.mode, False
         counts = [placement.num_local_experts(rank) for rank in range(group.num_ranks)]
         most = max(*counts, FEWEST_EXPERTS // group.num_ranks)
-        sizes = Sizes(
-            num_local_experts=most,
-            max_tokens=config.max_tokens_per_rank,
-            hidden=config.hidden,
-            max_topk=config.max_topk,
-            num_sms=config.num_sms,
-            timeout_secs=group.config.timeout_secs,
-            topk_idx_dtype=library.topk_idx_dtype,
-        )
         ids = [rank * most + local for rank, count in enumerate(counts) for local in range(count)]
         self._deepep_ids = torch.tensor([*ids, -1], dtype=library.topk_idx_dtype, device=group.device)  # [P + 1]
         with self._calling("making of DeepEP's buffers", 0):
-            self._exchange: Exchange = _make_exchange(library, group, sizes, cast=cast)
+            options = {"cast": cast} if cast else {}
+            self._exchange: Exchange = EXCHANGES[library.mode](library, group, config, most, **options)
         self.sum_order = self._exchange.sum_order
 
     def _check_tokens(self, arguments: DispatchArguments) -> None:
         super()._check_tokens(arguments)
-        num_topk, most = arguments.routing.topk_ids.shape[1], MOST_TOPK[self.mode]
+        num_topk, most = arguments.routing.topk_ids.shape[1], self._exchange.most_topk
         if num_topk > most:
             raise ValueError(f"num_topk ({num_topk}) exceeds {most}, the most of DeepEP's {self.mode} kernels")
 
@@ -217,10 +210,3 @@ def _agreed_library(group: EPGroup, mode: str, max_tokens_per_rank: int) -> Libr
     if len(set(modes)) > 1:
         raise RuntimeError(f"ranks have different versions of DeepEP: their modes are {', '.join(modes)}")
     return library
-
-
-def _make_exchange(library: Library, group: EPGroup, sizes: Sizes, *, cast: bool) -> Exchange:
-    """The mode's exchange. Errors: ValueError for sizes that it does not carry, before any buffer is made."""
-    if library.mode == "low_latency":
-        return low_latency.LowLatency(library, group, sizes, cast=cast)
-    return (per_rank.Normal if library.mode == "normal" else per_rank.Elastic)(library, group, sizes)
