@@ -9,6 +9,7 @@ from ep_moe.engines.transformers import GenerationOptions, shard_experts
 from ep_moe.engines.transformers.decoding import Decoder
 from ep_moe.group import EPGroup
 from ep_moe.launch import launch
+from nvlink.common import PRELOADED
 
 
 def tokens_by(name: str, group: EPGroup) -> torch.Tensor:
@@ -29,7 +30,8 @@ def compare_on_rank(group: EPGroup) -> list[list[list[int]]]:
 
 
 def test_decode_passes_take_their_count_from_the_device() -> None:
-    found = launch(compare_on_rank, num_ranks=2, config=GroupConfig(timeout_secs=120), device="cpu")
+    config, preload = GroupConfig(timeout_secs=120), (*PRELOADED, "helpers.decoding", "helpers.small_models")
+    found = launch(compare_on_rank, num_ranks=2, config=config, device="cpu", preload=preload)
     for (by_nvlink, by_collective), rows, new_tokens in zip(found, (3, 1), (5, 2), strict=True):
         assert by_nvlink == by_collective
         assert [len(row) for row in by_nvlink] == [new_tokens] * rows
