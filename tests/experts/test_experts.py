@@ -31,30 +31,14 @@ from ep_moe.weights import ExpertWeights, PerExpert
 HIDDEN, INTERMEDIATE = 144, 80
 COUNTS = [4, 0, 2, 10]
 FORMATS = [
-    ("none", torch.float32),
-    ("none", torch.bfloat16),
-    ("none", torch.float16),
-    ("fp8_tensor", torch.float32),
-    ("fp8_token", torch.bfloat16),
-    ("fp8_block", torch.float32),
-    ("fp8_block", torch.bfloat16),
-    ("fp8_block_32x48", torch.float16),
-    ("fp8_block_ue8m0", torch.float32),
-    ("int8_token", torch.bfloat16),
-    ("mxfp8", torch.bfloat16),
-    ("nvfp4", torch.float32),
-    ("int8_block_16x48", torch.bfloat16),
-    ("fp8_w8a16", torch.bfloat16),
-    ("int8_w8a16_g16_zp", torch.float16),
+    *((name, torch.float32) for name in ("none", "fp8_tensor", "fp8_block", "fp8_block_ue8m0", "nvfp4")),
+    *((name, torch.bfloat16) for name in ("none", "fp8_token", "fp8_block", "int8_token", "mxfp8", "int8_block_16x48")),
+    *((name, torch.float16) for name in ("none", "fp8_block_32x48", "int8_w8a16_g16_zp")),
+    *((name, torch.bfloat16) for name in ("fp8_w8a16", "int4_w4a16_g16_zp_f16", "int4_w4a8_g16", "mxfp4_w4a16")),
     ("int4_w4a16", torch.float32),
-    ("int4_w4a16_g16_zp_f16", torch.bfloat16),
-    ("int4_w4a8_g16", torch.bfloat16),
-    ("mxfp4_w4a16", torch.bfloat16),
     ("mxfp4_w4a8", torch.float32),
     ("nvfp4_w4a16_divisor", torch.bfloat16),
 ]
-
-
 LAYOUTS = list(Layout)
 
 
@@ -323,13 +307,7 @@ def test_numbers_of_each_expert_that_do_not_fit(activation: str, own: PerExpert,
 @pytest.mark.parametrize("pool", ["flat", "batched"])
 @pytest.mark.parametrize(
     ("scheme", "dtype"),
-    [
-        ("none", torch.bfloat16),
-        ("fp8_tensor", torch.float32),
-        ("fp8_block", torch.float32),
-        ("mxfp8", torch.float32),
-        ("nvfp4", torch.float32),
-    ],
+    [("none", torch.bfloat16), *((name, torch.float32) for name in ("fp8_tensor", "fp8_block", "mxfp8", "nvfp4"))],
 )
 def test_rows_gathered_from_a_pool(scheme: str, dtype: torch.dtype, pool: str) -> None:
     case, experts = make_case(scheme, dtype), ReferenceExperts(SILU)
@@ -352,6 +330,21 @@ def test_no_tokens(num_rows: int, scheme: str, layout: Layout) -> None:
     torch.testing.assert_close(y, untouched, rtol=0, atol=0, equal_nan=True)
 
 
+def compact(x: torch.Tensor, scale: torch.Tensor | None, scheme: QuantScheme, counts: list[int], dtype: Any) -> Compact:
+    """Rows of experts, one expert behind the other."""
+    num_tokens = torch.tensor(counts, dtype=torch.int32)
+    return Compact(
+        x=x,
+        scale=scale,
+        scheme=scheme,
+        dtype=dtype,
+        expert_row_start=(num_tokens.cumsum(0) - num_tokens).int(),
+        expert_num_tokens=num_tokens,
+        row_index=None,
+        expected_rows=max(counts),
+    )
+
+
 @pytest.mark.parametrize("std", [1.0, 0.003, 1e-5, 100.0])
 def test_nvfp4_experts_of_any_size_against_float(std: float) -> None:
     """Weights of that standard deviation, quantized, against the same in float: the error of 4 bits."""
@@ -360,16 +353,7 @@ def test_nvfp4_experts_of_any_size_against_float(std: float) -> None:
     weights = ExpertWeights(w13=quantize_weight(w13, scheme), w2=quantize_weight(w2, scheme), scheme=scheme)
     x = torch.randn(24, HIDDEN, generator=random)
     payload = quantize(x, scheme)
-    batch = Compact(
-        x=payload.values,
-        scale=payload.scale,
-        scheme=scheme,
-        dtype=torch.float32,
-        expert_row_start=torch.tensor([0, 12], dtype=torch.int32),
-        expert_num_tokens=torch.tensor([12, 12], dtype=torch.int32),
-        row_index=None,
-        expected_rows=12,
-    )
+    batch = compact(payload.values, payload.scale, scheme, [12, 12], torch.float32)
     y = ReferenceExperts(SILU)(batch, weights).double()
     rows = x.unflatten(0, (2, 12)).double()
     gate, up = (rows @ w13.double().mT).chunk(2, dim=-1)
@@ -401,16 +385,7 @@ def test_saturation_and_ties_of_the_requantized_intermediate() -> None:
     eye = quantize_weight(torch.eye(16).expand(2, 16, 16), scheme)
     weights = ExpertWeights(w13=eye, w2=eye, scheme=scheme, w2_input_scale=torch.tensor([1.0, 0.25]))
     values = torch.tensor([448.0, 18, 17, 1, -448, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]).expand(2, 16)
-    batch = Compact(
-        x=(values / 2).to(torch.float8_e4m3fn),
-        scale=torch.full((2, 1), 2.0),
-        scheme=scheme,
-        dtype=torch.float32,
-        expert_row_start=torch.tensor([0, 1], dtype=torch.int32),
-        expert_num_tokens=torch.tensor([1, 1], dtype=torch.int32),
-        row_index=None,
-        expected_rows=1,
-    )
+    batch = compact((values / 2).to(torch.float8_e4m3fn), torch.full((2, 1), 2.0), scheme, [1, 1], torch.float32)
     y = ReferenceExperts(ACTIVATIONS["identity"])(batch, weights)
     # 17 / 2 = 8.5 ties to 8 when x is made, so 16 arrives; times 448 * (1 / 448) twice, the values are integers again
     expected = torch.tensor([[448.0, 18, 16, 1, -448], [112.0, 18, 16, 1, -112]])
@@ -424,16 +399,7 @@ def test_the_intermediate_is_rounded_to_the_model_dtype(dtype: torch.dtype, one:
     w13, w2 = torch.zeros(1, 16, 16), torch.zeros(1, 16, 16)
     w13[0, 0, 0], w13[0, 0, 1], w13[0, 1, 0] = 2048, 1, 2048
     w2[0, 0, 0], w2[0, 0, 1] = 1, -1
-    batch = Compact(
-        x=torch.ones(1, 16, dtype=dtype),
-        scale=None,
-        scheme=get_scheme("none"),
-        dtype=dtype,
-        expert_row_start=torch.zeros(1, dtype=torch.int32),
-        expert_num_tokens=torch.ones(1, dtype=torch.int32),
-        row_index=None,
-        expected_rows=1,
-    )
+    batch = compact(torch.ones(1, 16, dtype=dtype), None, get_scheme("none"), [1], dtype)
     weights = ExpertWeights(w13=StoredMatrix(w13.to(dtype)), w2=StoredMatrix(w2.to(dtype)))
     assert ReferenceExperts(ACTIVATIONS["identity"])(batch, weights)[0, 0].item() == one
 

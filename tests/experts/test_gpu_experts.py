@@ -18,7 +18,7 @@ from ep_moe.experts.grouped_gemm import CallShape
 from ep_moe.experts.hopper.shapes import CAPABILITY
 from ep_moe.experts.kernels import KernelExperts
 from ep_moe.experts.tuning import HOPPER_TILES, ExpertTiles
-from ep_moe.layout import Compact, ExpertBatch, Flat, TokenRows, pack, weighted_sum
+from ep_moe.layout import Compact, ExpertBatch, Flat, Packed, TokenRows, pack, weighted_sum
 from ep_moe.quant import StoredMatrix, as_bytes, dequantize_weight, get_scheme, quantize, quantize_weight, round_trip
 from ep_moe.testing import ROW_ERROR_LIMITS, assert_same_bits, worst_row_error
 from ep_moe.weights import ExpertWeights
@@ -50,21 +50,9 @@ MODELS = {
     "gpt-oss-120b": Model(hidden=2880, intermediate=2880, experts=16, num_topk=4, activation=GPT_OSS, biased=True),
 }
 SCHEMES = ["none", "fp8_tensor", "fp8_token", "fp8_block"]
-DECODED = [
-    "fp8_w8a16",
-    "fp8_w8a16_block",
-    "int8_w8a16",
-    "int8_w8a16_zp",
-    "int8_w8a16_g64_zp",
-    "int4_w4a16_zp",
-    "int4_w4a16_g16",
-    "int4_w4a16_g32_f32",
-    "int4_w4a16_g64_zp",
-    "mxfp4_w4a16",
-    "mxfp8_w8a16",
-    "nvfp4_w4a16",
-    "nvfp4_w4a16_divisor",
-]
+DECODED = ["fp8_w8a16", "fp8_w8a16_block", "int8_w8a16", "int8_w8a16_zp", "int8_w8a16_g64_zp", "mxfp8_w8a16"]
+DECODED += ["int4_w4a16_zp", "int4_w4a16_g16", "int4_w4a16_g32_f32", "int4_w4a16_g64_zp"]
+DECODED += ["mxfp4_w4a16", "nvfp4_w4a16", "nvfp4_w4a16_divisor"]
 
 
 def make_weights(model: Model, scheme_name: str) -> ExpertWeights:
@@ -106,22 +94,24 @@ def make_rows(model: Model, scheme_name: str, num_rows: int, seed: int = 5) -> T
     )
 
 
-def lay_out(rows: TokenRows, layout: Layout, model: Model, scheme_name: str) -> ExpertBatch:
-    """The batch, as a transport makes it."""
+def lay_out(
+    rows: TokenRows, layout: Layout, model: Model, scheme_name: str, *, capacity: int | None = None, alignment: int = 16
+) -> Packed:
+    """The batch, as a transport makes it, by default for any routing."""
     return pack(
         rows,
         layout,
         scheme=get_scheme(scheme_name),
         dtype=torch.bfloat16,
         num_local_experts=model.experts,
-        capacity=max(rows.x.shape[0], 1),
-        alignment=16,
-    ).batch
+        capacity=max(rows.x.shape[0], 1) if capacity is None else capacity,
+        alignment=alignment,
+    )
 
 
 def gathered(rows: TokenRows, model: Model, scheme_name: str) -> ExpertBatch:
     """Rows gathered from a pool, as COMPACT with a row_index."""
-    flat = lay_out(rows, Layout.FLAT, model, scheme_name)
+    flat = lay_out(rows, Layout.FLAT, model, scheme_name).batch
     return Compact(**{field.name: getattr(flat, field.name) for field in dataclasses.fields(ExpertBatch)})
 
 
@@ -198,7 +188,9 @@ def test_equals_the_torch_experts(name: str, kind: str, scheme: str) -> None:
     worst = 0.0
     for num_rows in (1, 40, 3000):
         rows = make_rows(model, scheme, num_rows)
-        batches: dict[str, ExpertBatch] = {layout.value: lay_out(rows, layout, model, scheme) for layout in Layout}
+        batches: dict[str, ExpertBatch] = {
+            layout.value: lay_out(rows, layout, model, scheme).batch for layout in Layout
+        }
         batches["row_index"] = gathered(rows, model, scheme)
         for layout, batch in batches.items():
             expected = theirs(batch, weights)
@@ -246,15 +238,7 @@ def test_hopper_gemms_of_odd_sizes(scheme: str, activation: str, biased: bool) -
     ids = torch.arange(len(ODD_ROWS), device="cuda").repeat_interleave(torch.tensor(ODD_ROWS, device="cuda"))
     rows = make_rows(dataclasses.replace(model, num_topk=1), scheme, len(ids))
     rows = dataclasses.replace(rows, local_topk_ids=ids.int().unsqueeze(1), topk_weights=torch.ones_like(ids)[:, None])
-    batch = pack(
-        rows,
-        Layout.COMPACT,
-        scheme=get_scheme(scheme),
-        dtype=torch.bfloat16,
-        num_local_experts=model.experts,
-        capacity=len(ids),
-        alignment=1,
-    ).batch
+    batch = lay_out(rows, Layout.COMPACT, model, scheme, alignment=1).batch
     values = as_bytes(batch.x)
     values[200, 7] = math.nan if values.is_floating_point() else 0x7F
     backend, _ = experts.choose_backend(CallShape.of(batch, weights, model.activation))
@@ -297,7 +281,7 @@ def test_hopper_gemms_of_interleaved_rows(scheme: str, pool: bool) -> None:
     ids = ids[torch.randperm(len(ids), generator=torch.Generator("cuda").manual_seed(4), device="cuda")]
     rows = make_rows(model, scheme, len(ids))
     rows = dataclasses.replace(rows, local_topk_ids=ids.int().unsqueeze(1), topk_weights=torch.ones_like(ids)[:, None])
-    batch = gathered(rows, model, scheme) if pool else lay_out(rows, Layout.COMPACT, model, scheme)
+    batch = gathered(rows, model, scheme) if pool else lay_out(rows, Layout.COMPACT, model, scheme).batch
     backend, _ = experts.choose_backend(CallShape.of(batch, weights, model.activation))
     assert backend.name == "hopper"
     used = used_rows(batch)
@@ -313,7 +297,7 @@ def test_hopper_gemms_of_interleaved_rows(scheme: str, pool: bool) -> None:
 def test_a_graph_is_replayed_with_other_counts(kind: str, scheme: str, layout: Layout) -> None:
     model, weights = MODELS["qwen3-30b"], make_weights(MODELS["qwen3-30b"], scheme)
     experts = make_experts(kind, model.activation)
-    batches = [lay_out(make_rows(model, scheme, 200, seed), layout, model, scheme) for seed in range(3)]
+    batches = [lay_out(make_rows(model, scheme, 200, seed), layout, model, scheme).batch for seed in range(3)]
     tensors = [f.name for f in dataclasses.fields(batches[0]) if isinstance(getattr(batches[0], f.name), torch.Tensor)]
     fixed = dataclasses.replace(batches[0], **{name: getattr(batches[0], name).clone() for name in tensors})
     out = torch.full(fixed.output_shape, math.nan, dtype=torch.bfloat16, device="cuda")
@@ -359,7 +343,7 @@ def test_more_than_two_to_the_31_elements() -> None:
         topk_weights=torch.empty(0, 2, device="cuda"),
     )
     batch = dataclasses.replace(
-        lay_out(rows, Layout.BATCHED, model, "none"),
+        lay_out(rows, Layout.BATCHED, model, "none").batch,
         x=x,
         expert_num_tokens=counts,
         expert_row_start=torch.arange(model.experts, dtype=torch.int32, device="cuda") * capacity,
@@ -379,14 +363,7 @@ def test_rows_beyond_two_to_the_31_words_are_packed_and_come_home() -> None:
     ids = torch.tensor([[95, 0], [95, -1]], dtype=torch.int32, device="cuda")
     rows = TokenRows(x=x, scale=None, local_topk_ids=ids, topk_weights=torch.ones(2, 2, device="cuda"))
     model = Model(hidden=4096, intermediate=64, experts=96, num_topk=2)
-    packed = pack(
-        rows,
-        Layout.BATCHED,
-        scheme=get_scheme("none"),
-        dtype=torch.bfloat16,
-        num_local_experts=model.experts,
-        capacity=12288,
-    )
+    packed = lay_out(rows, Layout.BATCHED, model, "none", capacity=12288)
     assert packed.batch.x.numel() // 2 > 2**31
     assert_same_bits(packed.batch.x[95, :2], x, "last expert")
     assert_same_bits(packed.batch.x[0, 0], x[0], "first expert")
@@ -408,7 +385,7 @@ def test_tensors_on_a_gpu_that_is_not_the_current_one() -> None:
     moved_rows = dataclasses.replace(rows, **moved)
     outputs = []
     for these_weights, these_rows in ((weights, rows), (moved_weights, moved_rows)):
-        batch = lay_out(these_rows, Layout.FLAT, model, "fp8_block")
+        batch = lay_out(these_rows, Layout.FLAT, model, "fp8_block").batch
         outputs.append(create_experts("triton", SILU, batch.x.device)(batch, these_weights))
     assert outputs[1].device == other
     assert_same_bits(outputs[1], outputs[0], "experts on the other GPU")

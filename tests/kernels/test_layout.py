@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,6 +68,13 @@ def make_rows(case: str, scheme: QuantScheme) -> tuple[TokenRows, int, int]:
     return TokenRows(x=x, scale=scale, local_topk_ids=ids, topk_weights=weights), num_local, alignment
 
 
+def packed_case(rows: TokenRows, layout: Layout, scheme: QuantScheme, case: str, capacity: int, **more: Any) -> Packed:
+    """The rows of a case, packed."""
+    _, _, num_local, alignment, _ = CASES[case]
+    sizes = {"num_local_experts": num_local, "capacity": capacity, "alignment": alignment}
+    return pack(rows, layout, scheme=scheme, **{"dtype": torch.bfloat16, **sizes, **more})
+
+
 def tokens_of_experts(ids: torch.Tensor, num_local: int) -> list[list[tuple[int, int]]]:
     """For each expert, the (token, column) pairs that chose it, by ascending token."""
     found: list[list[tuple[int, int]]] = [[] for _ in range(num_local)]
@@ -119,15 +127,7 @@ def most_rows(max_rows: int, num_local: int, alignment: int) -> int:
 def test_pack(layout: Layout, case: str, scheme: QuantScheme) -> None:
     rows, num_local, alignment = make_rows(case, scheme)
     capacity, groups = rows.x.shape[0] + 3, scheme.payload.num_groups(HIDDEN)
-    packed = pack(
-        rows,
-        layout,
-        scheme=scheme,
-        dtype=torch.bfloat16,
-        num_local_experts=num_local,
-        capacity=capacity,
-        alignment=alignment,
-    )
+    packed = packed_case(rows, layout, scheme, case, capacity)
     batch = packed.batch
     assert type(batch) is CLASSES[layout]
     assert (batch.scheme, batch.dtype, batch.hidden) == (scheme, torch.bfloat16, HIDDEN)
@@ -208,45 +208,25 @@ def test_pack_refuses_an_expert_beyond_capacity() -> None:
 def test_max_rows_sizes_what_is_allocated(layout: Layout) -> None:
     rows, num_local, alignment = make_rows("mixed", GROUPED)
     count = int((rows.local_topk_ids >= 0).sum())
-
-    def packed_for(max_rows: int) -> Packed:
-        return pack(
-            rows,
-            layout,
-            scheme=GROUPED,
-            dtype=torch.bfloat16,
-            num_local_experts=num_local,
-            capacity=37,
-            alignment=alignment,
-            max_rows=max_rows,
-        )
-
-    batch = packed_for(count).batch
-    check_rows(packed_for(count), rows, num_local)
+    packed = packed_case(rows, layout, GROUPED, "mixed", 37, max_rows=count)
+    batch = packed.batch
+    check_rows(packed, rows, num_local)
     assert batch.expected_rows == math.ceil(count / num_local)
     sized = batch.x if batch.row_index is None else batch.row_index
     assert sized.shape[0] == (most_rows(count, num_local, alignment) if layout is Layout.COMPACT else count)
     with pytest.raises(ValueError, match=rf"{count} rows, which exceeds max_rows \({count - 1}\)"):
-        packed_for(count - 1)
+        packed_case(rows, layout, GROUPED, "mixed", 37, max_rows=count - 1)
 
 
 @pytest.mark.parametrize("layout", Layout, ids=lambda layout: layout.value)
 def test_pack_reads_rows_of_a_wire(layout: Layout) -> None:
     """Rows with gaps between them, as a receive buffer has them; FLAT makes them contiguous."""
-    rows, num_local, alignment = make_rows("mixed", GROUPED)
+    rows, num_local, _ = make_rows("mixed", GROUPED)
     assert rows.scale is not None
     wide, scale_of_rows = torch.full((37, HIDDEN + 64), 7, dtype=torch.uint8), torch.zeros(37, 5)
     wide[:, :HIDDEN], scale_of_rows[:, 1:3] = rows.x.view(torch.uint8), rows.scale
     strided = dataclasses.replace(rows, x=wide.view(torch.float8_e4m3fn)[:, :HIDDEN], scale=scale_of_rows[:, 1:3])
-    packed = pack(
-        strided,
-        layout,
-        scheme=GROUPED,
-        dtype=torch.bfloat16,
-        num_local_experts=num_local,
-        capacity=37,
-        alignment=alignment,
-    )
+    packed = packed_case(strided, layout, GROUPED, "mixed", 37)
     assert packed.batch.x.is_contiguous()
     check_rows(packed, rows, num_local)
 
@@ -298,10 +278,8 @@ def test_merge_repeats_against_loops(
 @pytest.mark.parametrize("layout", [Layout.BATCHED, Layout.COMPACT], ids=lambda layout: layout.value)
 def test_weighted_sum(layout: Layout, case: str, dtype: torch.dtype) -> None:
     """Bit for bit: float32 products, summed in column order, rounded once; rows of no token are NaN."""
-    rows, num_local, alignment = make_rows(case, PLAIN)
-    packed = pack(
-        rows, layout, scheme=PLAIN, dtype=dtype, num_local_experts=num_local, capacity=40, alignment=alignment
-    )
+    rows, _, _ = make_rows(case, PLAIN)
+    packed = packed_case(rows, layout, PLAIN, case, 40, dtype=dtype)
     random = torch.Generator().manual_seed(1)
     y = torch.full((*packed.batch.x.shape[:-1], 24), float("nan"), dtype=dtype)
     flat = y.view(-1, 24)
