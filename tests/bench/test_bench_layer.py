@@ -13,10 +13,7 @@ from helpers.benches import bench, fake_capture, louder_expert, not_a_number
 from ep_moe.bench import harness
 from ep_moe.bench import layer as layer_bench
 from ep_moe.bench import model as model_bench
-from ep_moe.bench.configs import (
-    LayerBenchConfig,
-    ModelBenchConfig,
-)
+from ep_moe.bench.configs import LayerBenchConfig, ModelBenchConfig
 from ep_moe.bench.gathered import GatheredMoE
 from ep_moe.bench.layer import layer_rank_main
 from ep_moe.bench.presets import MODEL_PRESETS

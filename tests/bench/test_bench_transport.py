@@ -12,10 +12,7 @@ from helpers.benches import bench, fake_capture
 
 from ep_moe.bench import exchanges
 from ep_moe.bench import transport as transport_bench
-from ep_moe.bench.configs import (
-    TransportBenchConfig,
-    TransportPoint,
-)
+from ep_moe.bench.configs import TransportBenchConfig, TransportPoint
 from ep_moe.bench.exchanges import by_collectives
 from ep_moe.bench.transport import transport_rank_main
 from ep_moe.config import EngineConfig, Layout
@@ -92,18 +89,11 @@ def lose(sound: CollectiveTransport, rank: int) -> Transport:
 # fault, transports, message
 EXCHANGE_FAULTS: dict[str, tuple[Callable[[CollectiveTransport, int], Transport], tuple[str, ...], list[str]]] = {
     "none": (lambda sound, rank: sound, (), []),
-    "order": (
-        misplace,
-        ("auto",),
-        ["rank 1: values of experts' rows: 2 of", "rank 1: scales of experts' rows: 2 of"],
-    ),
+    "order": (misplace, ("auto",), [f"rank 1: {part} of experts' rows: 2 of" for part in ("values", "scales")]),
     "lost": (
         lose,
         ("auto",),
-        [
-            "rank 1: output against the other transport's: 1 of 9 differ",
-            "rank 1: output against the expectation: 1 of 9 differ",
-        ],
+        [f"rank 1: output against the {other}: 1 of 9 differ" for other in ("other transport's", "expectation")],
     ),
     "lost-by-both": (lose, ("auto", "collective"), ["rank 1: output against the expectation: 1 of 9 differ"]),
 }
@@ -112,7 +102,7 @@ EXCHANGE_FAULTS: dict[str, tuple[Callable[[CollectiveTransport, int], Transport]
 def wrong_exchanges(group: EPGroup) -> dict[str, dict[str, Any]]:
     """`bench transport`, also timed on the CPU, with one fault after another."""
     found = {}
-    transport_bench.is_timed = lambda device: True
+    transport_bench.is_timed, transport_bench.MANY_PAIRS = lambda device: True, 2
     for name, (fault, faulty, _) in EXCHANGE_FAULTS.items():
 
         def create(which: str, *args: Any, fault: Any = fault, faulty: tuple[str, ...] = faulty) -> Transport:
