@@ -8,7 +8,7 @@ Letters: T tokens on this rank, E experts, K top-k, H hidden.
 import dataclasses
 import functools
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,7 +16,7 @@ from ep_moe.config import RoutingConfig
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantized
 from ep_moe.routing import reference
-from ep_moe.routing.base import BIASED_METHODS, MAX_KERNEL_EXPERTS, Routing, check, make_routing
+from ep_moe.routing.base import BIASED_METHODS, MAX_KERNEL_EXPERTS, Options, Routing, check, make_routing
 
 if TYPE_CHECKING:
     from ep_moe.kernel_launch.sequence import LaunchSequence
@@ -55,19 +55,14 @@ def route(
     Local, on the current stream, no host sync. On a GPU one kernel, safe in CUDA graphs once a call of the same kind
     has loaded it; for more than 1024 experts, or if autograd records the logits, the kernels of torch.
     """
-    arguments: dict[str, Any] = {
-        "routing_bias": routing_bias,
-        "routing_replay_out": routing_replay_out,
-        "placement": placement,
-        "weights_dtype": weights_dtype,
-    }
+    options = Options(config, routing_bias, routing_replay_out, placement, weights_dtype)
     recorded = router_logits.requires_grad and torch.is_grad_enabled()
     small = router_logits.dim() == 2 and router_logits.shape[1] <= MAX_KERNEL_EXPERTS
     if router_logits.is_cuda and small and not recorded:
-        routing: Routing = _kernels().route(router_logits, config, **arguments)
+        routing: Routing = _kernels().route(router_logits, options)
         return routing
-    check(router_logits, config, **arguments)
-    return reference.route(router_logits, config, **arguments)
+    check(router_logits, options)
+    return reference.route(router_logits, options)
 
 
 def loaded_sequence(
@@ -80,7 +75,7 @@ def loaded_sequence(
     """
     if not router_logits.is_cuda:
         return None
-    found: LaunchSequence | None = _kernels().loaded_sequence(router_logits, config, routing_bias)
+    found: LaunchSequence | None = _kernels().loaded_sequence(router_logits, Options(config, routing_bias))
     return found
 
 

@@ -4,7 +4,7 @@ Letters: T tokens on this rank, E experts, K top-k.
 """
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -59,20 +59,22 @@ def make_routing(
     return routing
 
 
-def check(
-    logits: torch.Tensor,
-    config: RoutingConfig,
-    *,
-    routing_bias: torch.Tensor | None,
-    routing_replay_out: torch.Tensor | None,
-    placement: Placement | None,
-    weights_dtype: torch.dtype,
-) -> None:
+class Options(NamedTuple):
+    """The arguments of `ep_moe.routing.route` beside the logits, as it describes them."""
+
+    config: RoutingConfig
+    bias: torch.Tensor | None = None
+    replay_out: torch.Tensor | None = None
+    placement: Placement | None = None
+    weights_dtype: torch.dtype = torch.float32
+
+
+def check(logits: torch.Tensor, options: Options) -> None:
     """Raise ValueError for arguments of `ep_moe.routing.route` that do not fit each other. Local, no host sync.
 
     Only shapes, dtypes and devices are checked, so equal ones need no further check.
     """
-    bias, replay_out = routing_bias, routing_replay_out
+    config, bias, replay_out, placement, weights_dtype = options
     if logits.dim() != 2 or not logits.is_floating_point():
         raise ValueError(f"router_logits are {tuple(logits.shape)} {logits.dtype}; [T, E] of a float dtype needed")
     if weights_dtype not in DTYPES.values():

@@ -8,8 +8,7 @@ import math
 import torch
 
 from ep_moe.config import RoutingConfig, RoutingMethod
-from ep_moe.placement import Placement
-from ep_moe.routing.base import BIASED_METHODS, EPSILON, Routing
+from ep_moe.routing.base import BIASED_METHODS, EPSILON, Options, Routing
 
 
 def _largest(scores: torch.Tensor, count: int) -> torch.Tensor:
@@ -51,20 +50,13 @@ def _weights_of(logits: torch.Tensor, ids: torch.Tensor, method: RoutingMethod) 
     return chosen if method is RoutingMethod.TOPK else torch.sigmoid(chosen)
 
 
-def route(
-    router_logits: torch.Tensor,
-    config: RoutingConfig,
-    *,
-    routing_bias: torch.Tensor | None = None,
-    routing_replay_out: torch.Tensor | None = None,
-    placement: Placement | None = None,
-    weights_dtype: torch.dtype = torch.float32,
-) -> Routing:
+def route(router_logits: torch.Tensor, options: Options) -> Routing:
     """`ep_moe.routing.route`. Local, on the current stream, no host sync."""
+    config, bias, replay_out, placement, weights_dtype = options
     logits, method = router_logits.float(), config.method
     if method in BIASED_METHODS:
         scores = torch.softmax(logits, 1) if config.scoring == "softmax" else torch.sigmoid(logits)
-        choice = scores if routing_bias is None else scores + routing_bias.float()
+        choice = scores if bias is None else scores + bias.float()
         ids = _choose_biased(choice, config)
         # the weights do not contain the bias: without this, a NaN in it would change the choice and go unnoticed
         weights = scores.gather(1, ids).masked_fill(choice.isnan().any(1, keepdim=True), math.nan)
@@ -76,7 +68,7 @@ def route(
             weights = weights / (weights.sum(1, keepdim=True) + EPSILON)
         weights = weights * config.routed_scaling_factor
     weights = weights.to(weights_dtype).float()
-    if routing_replay_out is not None:
-        routing_replay_out[: ids.shape[0]].copy_(ids)
+    if replay_out is not None:
+        replay_out[: ids.shape[0]].copy_(ids)
     ids = ids.int()
     return Routing(topk_ids=ids if placement is None else placement.to_physical(ids), topk_weights=weights)

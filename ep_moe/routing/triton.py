@@ -16,7 +16,7 @@ from ep_moe.kernel_launch.kernel import Kernel, Run
 from ep_moe.kernel_launch.sequence import LaunchSequence
 from ep_moe.kernels.route import Chosen, Method, Scores, _map_ids_kernel, _route_kernel
 from ep_moe.placement import Placement
-from ep_moe.routing.base import BIASED_METHODS, EPSILON, Routing, check, make_routing
+from ep_moe.routing.base import BIASED_METHODS, EPSILON, Options, Routing, check, make_routing
 
 _MOST_KERNELS = 256  # of different settings and numbers of programs
 _MOST_PLANS = 512
@@ -97,7 +97,7 @@ class _Plan:
     """What calls of one configuration, whose tensors differ in their addresses alone, share.
 
     Args:
-        as of `route`, from a call that was checked. Keeps config and placement alive, whose ids are in `_key_of`.
+        logits, options: of a call that was checked. Keeps config and placement alive, whose ids are in `_key_of`.
 
     Attributes:
         in_place: the kernel reads logits and bias as they are.
@@ -108,15 +108,9 @@ class _Plan:
             placement.
     """
 
-    def __init__(
-        self,
-        logits: torch.Tensor,
-        config: RoutingConfig,
-        routing_bias: torch.Tensor | None,
-        placement: Placement | None,
-        weights_dtype: torch.dtype,
-    ) -> None:
-        self._config, self._placement, self._weights_dtype = config, placement, weights_dtype
+    def __init__(self, logits: torch.Tensor, options: Options) -> None:
+        config, bias, _, placement, self._weights_dtype = options
+        self._config, self._placement = config, placement
         self.num_tokens = logits.shape[0]
         self.device, shape = logits.device, (self.num_tokens, config.num_topk)
         self.new_ids, self.new_weights = (
@@ -126,7 +120,7 @@ class _Plan:
         if placement is not None and not placement.is_identity:
             self._physical = placement.logical_to_physical(self.device)
         self.physical_address = 0 if self._physical is None else self._physical.data_ptr()
-        self.in_place = all(tensor is None or _readable(tensor) is tensor for tensor in (logits, routing_bias))
+        self.in_place = all(tensor is None or _readable(tensor) is tensor for tensor in (logits, bias))
         self.numbers = self.num_tokens, logits.stride(0), config.num_topk, 1
         self.signature = torch.Size(shape), torch.int32, logits.device
         self.starts = _VECTOR_BYTES | logits.stride(0) * logits.element_size()
@@ -175,15 +169,9 @@ def _plans() -> dict[object, _Plan]:
     return {}
 
 
-def _key_of(
-    logits: torch.Tensor,
-    config: RoutingConfig,
-    bias: torch.Tensor | None,
-    replay_out: torch.Tensor | None,
-    placement: Placement | None,
-    weights_dtype: torch.dtype,
-) -> tuple[object, ...]:
+def _key_of(logits: torch.Tensor, options: Options) -> tuple[object, ...]:
     """All that a plan and `check` depend on."""
+    config, bias, replay_out, placement, weights_dtype = options
     key: tuple[object, ...] = (id(config), id(placement), weights_dtype, logits.shape, logits.stride(), logits.dtype)
     key += (logits.device,)
     for tensor in (bias, replay_out):
@@ -191,38 +179,22 @@ def _key_of(
     return key
 
 
-def route(
-    router_logits: torch.Tensor,
-    config: RoutingConfig,
-    *,
-    routing_bias: torch.Tensor | None = None,
-    routing_replay_out: torch.Tensor | None = None,
-    placement: Placement | None = None,
-    weights_dtype: torch.dtype = torch.float32,
-) -> Routing:
+def route(router_logits: torch.Tensor, options: Options) -> Routing:
     """`ep_moe.routing.route` in one launch, for E up to `MAX_KERNEL_EXPERTS`.
 
     Local, on the current stream, no host sync; the first call with its settings compiles and loads their kernel.
     """
-    key = _key_of(router_logits, config, routing_bias, routing_replay_out, placement, weights_dtype)
-    plans = _plans()
+    key, plans = _key_of(router_logits, options), _plans()
     plan = plans.get(key)
     if plan is None:
-        check(
-            router_logits,
-            config,
-            routing_bias=routing_bias,
-            routing_replay_out=routing_replay_out,
-            placement=placement,
-            weights_dtype=weights_dtype,
-        )
+        check(router_logits, options)
         if len(plans) >= _MOST_PLANS:
             plans.clear()
-        plan = plans[key] = _Plan(router_logits, config, routing_bias, placement, weights_dtype)
+        plan = plans[key] = _Plan(router_logits, options)
     ids, weights = plan.new_ids(), plan.new_weights()
-    if plan.in_place and routing_replay_out is None:
+    if plan.in_place and options.replay_out is None:
         logits, ids_address = router_logits.data_ptr(), ids.data_ptr()
-        bias = logits if routing_bias is None else routing_bias.data_ptr()
+        bias = logits if options.bias is None else options.bias.data_ptr()
         starts = plan.starts | logits | bias
         repeat = plan.repeats.get(starts & -starts)
         if repeat is not None:
@@ -230,19 +202,16 @@ def route(
             repeat((logits, bias, physical, ids_address, weights.data_ptr(), ids_address, *plan.numbers))
             return make_routing(ids, weights, plan.signature)
     if plan.num_tokens:
-        plan.launch(router_logits, routing_bias, Chosen(ids, weights, routing_replay_out))
+        plan.launch(router_logits, options.bias, Chosen(ids, weights, options.replay_out))
     return make_routing(ids, weights, plan.signature)
 
 
-def loaded_sequence(
-    router_logits: torch.Tensor, config: RoutingConfig, routing_bias: torch.Tensor | None
-) -> LaunchSequence | None:
+def loaded_sequence(router_logits: torch.Tensor, options: Options) -> LaunchSequence | None:
     """What earlier calls of `route` with tensors like these launched, if it was one kernel that reads them in place.
 
     Its workspace has "ids" and "weights", the routing; given are "logits" and, if there is one, "bias". Local.
     """
-    key = _key_of(router_logits, config, routing_bias, None, None, torch.float32)
-    plan = _plans().get(key)
+    plan = _plans().get(_key_of(router_logits, options))
     return None if plan is None else plan.sequence
 
 

@@ -36,6 +36,7 @@ from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, QuantScheme, StoredMatrix, get_scheme
 from ep_moe.quant.triton import QuantizeShape, quantize
 from ep_moe.routing import Routing
+from ep_moe.routing.base import Options
 from ep_moe.routing.triton import route, to_physical
 from ep_moe.transport.collective.launchers import plan_send, write_rows
 from ep_moe.transport.headers import HEADER_WORDS
@@ -613,14 +614,10 @@ def _routing(
     def launch() -> None:
         placement = Placement.round_robin(num_experts, 8) if mapped else None
         config = RoutingConfig(method=RoutingMethod(method), **numbers)
-        route(
-            _empty(128, num_experts, dtype=dtype, device="cpu"),
-            config,
-            routing_bias=_empty(num_experts, dtype=torch.float32, device="cpu") if biased else None,
-            routing_replay_out=_empty(128, config.num_topk, dtype=torch.int16, device="cpu") if replay else None,
-            placement=placement,
-            weights_dtype=weights_dtype,
-        )
+        bias = _empty(num_experts, dtype=torch.float32, device="cpu") if biased else None
+        replay_out = _empty(128, config.num_topk, dtype=torch.int16, device="cpu") if replay else None
+        options = Options(config, bias, replay_out, placement, weights_dtype)
+        route(_empty(128, num_experts, dtype=dtype, device="cpu"), options)
 
     return Case(name=f"routing {name}", launch=launch, excuses=excuses)
 

@@ -4,6 +4,7 @@ import functools
 import gc
 import math
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from ep_moe.local_moe import local_moe
 from ep_moe.quant import StoredMatrix, get_scheme, quantize_weight
 from ep_moe.routing import Routing
 from ep_moe.routing import triton as routing_kernels
+from ep_moe.routing.base import Options
 from ep_moe.testing.transports import engine_defaults
 from ep_moe.weights import ExpertWeights
 from interpreted.common import DEVICE, generator
@@ -102,8 +104,14 @@ def test_defaults_of_torch_do_not_matter(scheme: str) -> None:
 @pytest.mark.parametrize("deepseek", [False, True], ids=["plain", "groups and bias"])
 def test_routing_is_part_of_the_sequence(deepseek: bool, repeats: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "create_experts", lambda name, *given, **more: create_experts("triton", *given, **more))
-    monkeypatch.setattr(trtllm, "route", routing_kernels.route)
-    monkeypatch.setattr(trtllm, "loaded_sequence", routing_kernels.loaded_sequence)
+    for name, kernels in (("route", routing_kernels.route), ("loaded_sequence", routing_kernels.loaded_sequence)):
+
+        def call(
+            x: Any, config: Any, routing_bias: Any = None, routing_replay_out: Any = None, own: Any = kernels
+        ) -> Any:
+            return own(x, Options(config, routing_bias, routing_replay_out))
+
+        monkeypatch.setattr(trtllm, name, call)
     plans.plan_cache.cache_clear()
     routing_kernels._plans.cache_clear()
     routing_kernels._kernel_of.cache_clear()
