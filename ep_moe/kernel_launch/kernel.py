@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -98,10 +98,10 @@ class Kernel:
             _log.info("launches go through Triton's launcher, which is slower: %s", error)
             # the kernel's parameters in their order: constants come last
             constants = [self._constants[name] for name in self._kernel.arg_names[end + len(self._settings) :]]
-            tensors = _nested(tensors, iter([0] * len(present(tensors))))  # which are absent, without their memory
+            tensors = _with_values(tensors, iter([0] * len(present(tensors))))  # which are absent, without their memory
 
             def run_by_triton(values: Sequence[int]) -> None:
-                changing = _nested((*tensors, *numbers), iter(values))
+                changing = _with_values((*tensors, *numbers), iter(values))
                 with self._on_device():
                     stream = current_stream(self._device.index)
                     run(*self._fixed, *changing, *self._settings, *constants, stream=stream)
@@ -143,15 +143,23 @@ def present(tensors: Tensors) -> list[Any]:
     return found
 
 
-def _nested(arguments: tuple[Any, ...], values: Any) -> tuple[Any, ...]:
-    """Values from an iterator in place of the arguments that are there, in the same tuples."""
+def mapped(nested: Any, function: Callable[[Any], Any]) -> Any:
+    """The same tuples, named or not, with the function's result in place of each object that is not None. Local."""
+    if isinstance(nested, tuple):
+        found = [mapped(each, function) for each in nested]
+        return type(nested)(*found) if hasattr(nested, "_fields") else tuple(found)
+    return None if nested is None else function(nested)
+
+
+def _with_values(arguments: Any, values: Iterator[int]) -> Any:
+    """Values from an iterator in place of the arguments that are present, in the same tuples."""
 
     def replaced(each: Any) -> Any:
         if is_descriptor(each):
             return dataclasses.replace(each, base=Address(next(values), each.base.dtype))
-        return None if each is None else next(values)
+        return next(values)
 
-    return tuple(_nested(each, values) if isinstance(each, tuple) else replaced(each) for each in arguments)
+    return mapped(arguments, replaced)
 
 
 def as_constants(group: Group, kernel: Any, parameter: str) -> Group:

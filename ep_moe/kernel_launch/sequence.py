@@ -9,7 +9,7 @@ import torch
 
 from ep_moe.kernel_launch.allocation import Workspace
 from ep_moe.kernel_launch.cuda_driver import Launches
-from ep_moe.kernel_launch.kernel import Run
+from ep_moe.kernel_launch.kernel import Run, mapped
 
 Pieces = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # of a workspace, name -> shape and dtype
 
@@ -65,7 +65,7 @@ class LaunchSequence:
         for alias, (name, dtype) in self.aliases.items():
             if name in there:
                 there[alias] = there[name].view(dtype)
-        return memory, [functools.partial(kernel, _replaced(groups, there.get)) for kernel, groups in self.launches]
+        return memory, [functools.partial(kernel, mapped(groups, there.get)) for kernel, groups in self.launches]
 
     def behind(self, count: int) -> "LaunchSequence":
         """The same without its first launches, over the same tensors. Local."""
@@ -127,7 +127,7 @@ def joined(
 
         all_pieces |= {whole(name): piece for name, piece in part.pieces.items()}
         aliases |= {whole(alias): (whole(name), dtype) for alias, (name, dtype) in part.aliases.items()}
-        all_launches += [(kernel, _replaced(groups, whole)) for kernel, groups in part.launches]
+        all_launches += [(kernel, mapped(groups, whole)) for kernel, groups in part.launches]
     return LaunchSequence([*all_launches, *launches], given, all_pieces, device, aliases=aliases)
 
 
@@ -144,14 +144,6 @@ def _together(kernels: Sequence[Any], places: Sequence[Sequence[int]], num_value
             run([values[place] for place in of_kernel])
 
     return one_by_one
-
-
-def _replaced(names: Any, find: Callable[[Any], Any]) -> Any:
-    """The same tuples with another object in place of each name."""
-    if isinstance(names, tuple):
-        found = [_replaced(name, find) for name in names]
-        return type(names)(*found) if hasattr(names, "_fields") else tuple(found)
-    return None if names is None else find(names)
 
 
 def _flat(names: Any, positions: Mapping[str, int], num_names: int, numbers: list[int]) -> list[int]:

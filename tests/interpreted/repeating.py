@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ep_moe.kernel_launch.kernel import Kernel, present
+from ep_moe.kernel_launch.kernel import Kernel, mapped, present
 from ep_moe.kernel_launch.sequence import LaunchSequence
 from ep_moe.layout.base import packable
 from ep_moe.local_moe import calls
@@ -24,19 +24,7 @@ def at(address: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def rebuilt(arguments: Any, values: Iterator[int]) -> Any:
-    if isinstance(arguments, tuple):
-        found = [rebuilt(each, values) for each in arguments]
-        return type(arguments)(*found) if hasattr(arguments, "_fields") else tuple(found)
-    if arguments is None:
-        return None
-    return at(next(values), arguments) if isinstance(arguments, torch.Tensor) else next(values)
-
-
-def without_memory(arguments: Any) -> Any:
-    if isinstance(arguments, tuple):
-        found = [without_memory(each) for each in arguments]
-        return type(arguments)(*found) if hasattr(arguments, "_fields") else tuple(found)
-    return None if arguments is None else _shape_of(arguments)
+    return mapped(arguments, lambda each: at(next(values), each) if isinstance(each, torch.Tensor) else next(values))
 
 
 class Recorder:
@@ -70,7 +58,7 @@ def repeats(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     def through_triton(self: Kernel, tensors: Any, numbers: tuple[int, ...] = ()) -> None:
         run(self, tensors, numbers)
-        kinds = without_memory(tensors)
+        kinds = mapped(tensors, _shape_of)
 
         def again(values: Sequence[int]) -> None:
             run(self, *rebuilt((kinds, numbers), iter(values)))

@@ -5,6 +5,7 @@ weights.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,7 +21,7 @@ from ep_moe.experts.launching import num_programs
 from ep_moe.experts.tile_tables import log_once
 from ep_moe.experts.tuning import HOPPER_TILES, ExpertTiles
 from ep_moe.kernel_launch.cuda_driver import DriverKernel
-from ep_moe.kernel_launch.kernel import Kernel, Run, present
+from ep_moe.kernel_launch.kernel import Kernel, Run, mapped, present
 from ep_moe.kernels.gemm.arguments import (
     Codes,
     Epilogue,
@@ -121,7 +122,7 @@ class _HopperGemm:
         found = present(tensors)
         if any(each.data_ptr() % 16 for each in found):
             operands, out, *others = tensors
-            aligned = _nested(tensors, iter([_aligned(each) for each in found]))
+            aligned = mapped(tensors, _aligned)
             # not early: it would wait for the GEMM before it, but not for the copies
             self._new_launch(options=self._options)(self._arranged(aligned, self._describe))
             if aligned[1].data is not out.data:
@@ -130,18 +131,11 @@ class _HopperGemm:
         self._launch(self._arranged(tensors, self._describe))
         inner, run = self._launch, self._launch.run
         if run is not None and self.run is None:
-            places = _nested(tensors, iter(range(len(found))))
+            numbers = itertools.count()
+            places = mapped(tensors, lambda _: next(numbers))
             order = present(self._arranged(places, lambda name, place: place))
             self.driver = None if inner.driver is None else inner.driver.reordered(order)
             self.run = lambda addresses: run([addresses[place] for place in order])
-
-
-def _nested(tensors: Any, values: Any) -> Any:
-    """Values from an iterator in place of the tensors that are not None, in the same tuples."""
-    if isinstance(tensors, tuple):
-        found = [_nested(each, values) for each in tensors]
-        return type(tensors)(*found) if hasattr(tensors, "_fields") else tuple(found)
-    return None if tensors is None else next(values)
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
