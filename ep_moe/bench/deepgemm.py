@@ -115,7 +115,7 @@ class SeparateGemms:
     def __init__(self, experts: KernelExperts, batch: ExpertBatch, weights: ExpertWeights) -> None:
         y = torch.zeros(batch.output_shape, dtype=batch.dtype, device=batch.x.device)
         tensors = batch_tensors(batch) | {"y": y} | weight_tensors(weights)
-        self._steps = experts.prepare(batch, weights).apart(tensors)
+        self._steps = experts.prepare(batch, weights).separate(tensors)
         for step in self._steps.values():
             step()
         if not torch.equal(y, experts(batch, weights, out=torch.zeros_like(y))):

@@ -1,20 +1,15 @@
 """Grids of the experts' persistent kernels, and tensors as they read them."""
 
-import functools
-
 import torch
+
+from ep_moe.kernels.device import Device
 
 _CPU_PROGRAMS = 4  # grid in the interpreter, which runs programs one after the other
 
 
-@functools.cache
-def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def num_programs(device: torch.device, per_sm: int, most: int) -> int:
     """The grid of a persistent kernel: one wave of the device, and at most `most` programs."""
-    return min(_num_sms(device) * per_sm if device.type == "cuda" else _CPU_PROGRAMS, most)
+    return min(Device.of(device).num_sms * per_sm if device.type == "cuda" else _CPU_PROGRAMS, most)
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:

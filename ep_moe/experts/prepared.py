@@ -170,7 +170,7 @@ class PreparedCall:
         """Launch with these tensors of batch and weights and y. Local, no host sync."""
         self.sequence.run(_without_e8m0(tensors))
 
-    def apart(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Callable[[], None]]:
+    def separate(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Callable[[], None]]:
         """The launches by name of step, to be called one by one with these tensors of batch and weights and y.
 
         They share one workspace: each is called once, in their order, before single ones are called again. Local, no

@@ -44,14 +44,7 @@ _MXFP8 = TensorFormat(
     power_of_two=True,
 )
 _MXFP4 = dataclasses.replace(_MXFP8, dtype=torch.uint8, packed=2)
-_NVFP4_ROWS = TensorFormat(
-    family="micro",
-    dtype=torch.uint8,
-    packed=2,
-    granularity="group",
-    block=(1, 16),
-    scale_dtype=torch.float8_e4m3fn,
-)
+_NVFP4_ROWS = dataclasses.replace(_MXFP4, block=(1, 16), scale_dtype=torch.float8_e4m3fn, power_of_two=False)
 _NVFP4 = dataclasses.replace(_NVFP4_ROWS, global_scale="multiplier")
 _NVFP4_DIVIDED = dataclasses.replace(_NVFP4_ROWS, global_scale="divisor")
 MICRO_SCHEMES = {
