@@ -21,8 +21,9 @@ READ_BYTES = 65536  # at once; they are in memory until the application asks for
 class LimitedConnection(H11Protocol):
     """uvicorn's connection, closed if its client is too slow.
 
-    At the limit of connections a new one takes the place of the one that has waited longest for its client, preferably
-    of one that has not had an answer; if all have requests in progress, it is refused.
+    At the limit of connections a new one takes the place of the one that has waited longest for a whole request of its
+    client, preferably of one that has not had an answer; if all have requests in progress, it is refused. Parts of a
+    request make a connection no younger: its client would outlast those whose requests are about to arrive.
 
     Args:
         count: called with the status of each refusal. most: connections.
@@ -31,7 +32,7 @@ class LimitedConnection(H11Protocol):
     def __init__(self, *args: Any, count: Callable[[int], None], most: int, **options: Any) -> None:
         super().__init__(*args, **options)
         self._count, self._most = count, most
-        self._since = 0.0
+        self._waits_since = 0.0
         self._late: asyncio.TimerHandle | None = None
         self._stalled: asyncio.TimerHandle | None = None
 
@@ -56,9 +57,10 @@ class LimitedConnection(H11Protocol):
         full = len(others) >= self._most
         waiting: list[LimitedConnection] = [each for each in others if each._waits] if full else []
         super().connection_made(transport)
+        self._waits_since = self.loop.time()
         self._start_clock()
         if waiting:
-            oldest = min(waiting, key=lambda each: (each._answered, each._since))
+            oldest = min(waiting, key=lambda each: (each._answered, each._waits_since))
             others.discard(oldest)  # which it does itself only later
             oldest.transport.abort()
             self._count(503)
@@ -76,6 +78,7 @@ class LimitedConnection(H11Protocol):
     def on_response_complete(self) -> None:
         """Called once an answer is sent; the next request may have arrived already."""
         super().on_response_complete()
+        self._waits_since = self.loop.time()
         if self._arriving:
             self._start_clock()
 
@@ -103,7 +106,6 @@ class LimitedConnection(H11Protocol):
 
     def _start_clock(self) -> None:
         self._stop_clock()
-        self._since = self.loop.time()
         self._late = self.loop.call_later(REQUEST_SECS, self._end_late)
 
     def _stop_clock(self) -> None:

@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import random
 import re
+import select
 import socket
 import threading
 import time
@@ -34,6 +35,7 @@ from ep_moe.engines.transformers.decoding.passes import RowsPlan, RowStart, pass
 from ep_moe.engines.transformers.decoding.sequences import BROKEN
 from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.launch import launch
+from ep_moe.serving.connections import LimitedConnection
 from ep_moe.serving.core import Leader, LeadRank, RemoteRanks, ServerEndedError, relay
 from ep_moe.serving.http import Service, create_app, run_beside
 from ep_moe.serving.metrics import Metrics
@@ -567,9 +569,11 @@ def listening(tokenizer: Any) -> Iterator[Callable[[], socket.socket]]:
     thread = threading.Thread(target=leader.run)
     with contextlib.ExitStack() as opened, run_beside(service, listener, leader.close):
         thread.start()
-        yield lambda: opened.enter_context(socket.create_connection(address, timeout=10))
-        leader.close()
-        thread.join()
+        try:
+            yield lambda: opened.enter_context(socket.create_connection(address, timeout=10))
+        finally:
+            leader.close()
+            thread.join()
 
 
 def status_of(connection: socket.socket, data: bytes = b"") -> bytes:
@@ -584,41 +588,82 @@ HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 
 
-def test_slow_clients_and_many_connections_lock_nobody_out(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ep_moe.serving.connections.REQUEST_SECS", 0.5)
-    monkeypatch.setattr("ep_moe.serving.http._most_connections", lambda service: 20)
-    slow = {"nothing": b"", "headers": POST, "body": POST + b'content-length: 99\r\n\r\n{"prompt"', "chunks": None}
+def count_of(connect: Callable[[], socket.socket], status: str) -> int:
+    """How many connections the server has ended with a status, by its metrics."""
+    metrics = connect()
+    metrics.sendall(b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    text = b"".join(iter(lambda: metrics.recv(65536), b"")).decode()
+    found = re.search(rf'requests_total\{{endpoint="connection",outcome="\w+",status="{status}"\}} (\d+)', text)
+    return int(found[1]) if found else 0
+
+
+def test_slow_clients_are_told(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = {"nothing": b"", "headers": POST, "body": POST + b'content-length: 99\r\n\r\n{"prompt"'}
     with listening(tokenizer) as connect:
-        for name, data in slow.items():
-            late = connect()
-            if data is None:  # a little of the body from time to time
-                late.sendall(POST + b"transfer-encoding: chunked\r\n\r\n")
-                for _ in range(4):
-                    late.sendall(b"1\r\na\r\n")
-                    time.sleep(0.1)
-            assert status_of(late, data or b"") == b"408", name
+        monkeypatch.setattr("ep_moe.serving.connections.REQUEST_SECS", 0.3)
+        late, endless = {name: connect() for name in slow}, connect()
+        endless.sendall(POST + b"transfer-encoding: chunked\r\n\r\n")
+        for name, connection in late.items():
+            connection.sendall(slow[name])
+        with contextlib.suppress(ConnectionError):  # what is sent to a closed connection resets it, unread answer too
+            while not select.select([endless], [], [], 0.05)[0]:
+                endless.sendall(b"1\r\na\r\n")
+        assert {name: status_of(connection) for name, connection in late.items()} == dict.fromkeys(slow, b"408")
+        monkeypatch.setattr("ep_moe.serving.connections.REQUEST_SECS", 60.0)
+        assert count_of(connect, "408") == len(slow) + 1
+        assert status_of(connect(), b"\x00\r\n\r\n") == b"400"
+        assert count_of(connect, "400") == 1
+
+
+def test_a_connections_next_request_has_its_own_time(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[float] = []
+
+    def start_clock(connection: Any) -> None:
+        started.append(time.monotonic())
+        start(connection)
+
+    start = LimitedConnection._start_clock
+    monkeypatch.setattr(LimitedConnection, "_start_clock", start_clock)
+    with listening(tokenizer) as connect:
         kept = http.client.HTTPConnection("")
         kept.sock = connect()
-        for _ in range(3):  # a connection's next request has its own time
+        for _ in range(3):
+            begun = time.monotonic()
             kept.request("GET", "/health")
             answer = kept.getresponse()
             assert (answer.status, answer.read()[:14]) == (200, b'{"status":"ok"')
-            time.sleep(0.3)
-        assert status_of(connect(), b"\x00\r\n\r\n") == b"400"
-        half = [connect() for _ in range(40)]
-        for connection in half[20:]:
-            connection.sendall(POST)
-        newest = [connect() for _ in range(10)]
-        for connection in newest:
-            assert status_of(connection, HEALTH) == b"200"
-        assert [status_of(connection) for connection in half[:20]] == [b""] * 20  # the oldest have made room
-        metrics = connect()
-        metrics.sendall(b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-        text = b"".join(iter(lambda: metrics.recv(65536), b"")).decode()
-        for status, least in (("408", 4), ("400", 1), ("503", 30)):
-            found = re.search(rf'requests_total\{{endpoint="connection",outcome="\w+",status="{status}"\}} (\d+)', text)
-            assert found is not None, (status, text)
-            assert int(found[1]) >= least
+            assert max(started) > begun
+
+
+@pytest.mark.parametrize("oldest", ["idle", "half a request"])
+def test_many_connections_lock_nobody_out(oldest: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New connections take the places of older ones that wait, whatever these send meanwhile."""
+    monkeypatch.setattr("ep_moe.serving.connections.REQUEST_SECS", 60.0)
+    monkeypatch.setattr("ep_moe.serving.http._most_connections", lambda service: 20)
+    with listening(tokenizer) as connect:
+        kept = http.client.HTTPConnection("")
+        kept.sock = connect()
+
+        def settle() -> None:
+            """Return once the server has read all that was sent before: an answer takes several turns of its loop."""
+            for _ in range(3):
+                kept.request("GET", "/health")
+                assert kept.getresponse().read()
+
+        settle()
+        old = [connect() for _ in range(19)]
+        settle()
+        new = [connect()]  # in place of the first
+        settle()
+        if oldest == "half a request":
+            for connection in old[1:]:
+                connection.sendall(POST)
+            settle()
+        new += [connect() for _ in range(18)]
+        settle()
+        assert [status_of(connection) for connection in old] == [b""] * 19
+        assert [status_of(connection, HEALTH) for connection in reversed(new)] == [b"200"] * 19
+        assert count_of(connect, "503") == 20  # with that of the metrics
 
 
 def test_a_full_queue_is_told(tokenizer: Any) -> None:
