@@ -6,7 +6,6 @@ import http.client
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -23,16 +22,11 @@ from helpers.processes import EP_MOE, environ, processes_with, ranks_of
 from typer.testing import CliRunner
 
 from ep_moe.app.serve import ServeConfig, bind, serve
-from ep_moe.app.start import SHIPPED_MODEL
 from ep_moe.cli import app
 from ep_moe.config import EngineConfig
 
-PROMPTS = ("In the beginning God ", "Blessed are the poor in spirit: for ")
+PROMPTS = ("In the beginning God ", "Blessed are the poor in spirit: for \n")  # a line, as the chat template makes it
 NEW_TOKENS = 24
-TEMPLATE = (
-    "{% for message in messages %}{% if message.role == 'none' %}{{ raise_exception('no such role') }}{% endif %}"
-    "{{ message.content }}{% endfor %}"
-)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -59,17 +53,13 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server on two ranks of two rows, of the shipped model with a chat template; killed if it has not ended."""
-    directory = tmp_path_factory.mktemp("models") / "chat"
-    shutil.copytree(SHIPPED_MODEL, directory)
-    path = directory / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
+    """A server on two ranks of two rows, of the shipped model; killed if it has not ended."""
     mark = f"{os.getpid()}.{time.time_ns()}"
     command = [*EP_MOE, "serve", "--nproc", "2", "--device", "cpu", "--port", "0", "--max-rows", "2"]
     process = subprocess.Popen(
-        [*command, "--model", str(directory), "--timeout-secs", "20"],
+        [*command, "--timeout-secs", "20"],
         stderr=subprocess.PIPE,
-        cwd=directory,
+        cwd=tmp_path_factory.mktemp("server"),
         env=environ() | {"EP_MOE_TEST_MARK": mark},
     )
     errors: list[str] = []
@@ -110,15 +100,15 @@ def test_answers_are_what_generate_says(server: Server, expected: list[str]) -> 
     client, found = server.client, {}
 
     def complete() -> None:
-        answer = client.completions.create(model="chat", prompt=PROMPTS[0], max_tokens=NEW_TOKENS, temperature=0)
+        answer = client.completions.create(model="ep-moe", prompt=PROMPTS[0], max_tokens=NEW_TOKENS, temperature=0)
         found["completion"] = answer
 
     thread = threading.Thread(target=complete)
     thread.start()
     chunks = list(
         client.chat.completions.create(
-            model="chat",
-            messages=[{"role": "user", "content": PROMPTS[1]}],
+            model="ep-moe",
+            messages=[{"role": "user", "content": PROMPTS[1].removesuffix("\n")}],
             max_tokens=NEW_TOKENS,
             temperature=0,
             stream=True,
@@ -134,35 +124,36 @@ def test_answers_are_what_generate_says(server: Server, expected: list[str]) -> 
     assert sum(bool(chunk.choices) for chunk in chunks) > NEW_TOKENS / 4
     assert chunks[-2].choices[0].finish_reason == "length"
     assert chunks[-1].usage.total_tokens == len(PROMPTS[1]) + NEW_TOKENS
-    assert [model.id for model in client.models.list()] == ["chat"]
+    assert [model.id for model in client.models.list()] == ["ep-moe"]
 
 
 def test_stop_strings_and_seeds(server: Server, expected: list[str]) -> None:
     client = server.client
     stop = expected[0][9:14]
-    answer = client.completions.create(model="chat", prompt=PROMPTS[0], max_tokens=500, temperature=0, stop=stop)
+    answer = client.completions.create(model="ep-moe", prompt=PROMPTS[0], max_tokens=500, temperature=0, stop=stop)
     assert answer.choices[0].text == expected[0][: expected[0].index(stop)]
     assert answer.choices[0].finish_reason == "stop"
-    ask = {"model": "chat", "messages": [{"role": "user", "content": PROMPTS[1]}], "max_completion_tokens": 12}
+    messages = [{"role": "user", "content": PROMPTS[1].removesuffix("\n")}]
+    ask = {"model": "ep-moe", "messages": messages, "max_completion_tokens": 12}
     first, same, other = (
         client.chat.completions.create(**ask, temperature=0.9, top_p=0.9, seed=seed).choices[0].message.content
         for seed in (7, 7, 8)
     )
     assert first == same != other
-    with pytest.raises(openai.BadRequestError, match="chat template refuses these messages: no such role"):
-        client.chat.completions.create(model="chat", messages=[{"role": "none", "content": "x"}])
+    with pytest.raises(openai.BadRequestError, match="refuses these messages: role 'none' is not one of system, "):
+        client.chat.completions.create(model="ep-moe", messages=[{"role": "none", "content": "x"}])
 
 
 def test_a_client_that_leaves_frees_its_rows(server: Server, expected: list[str]) -> None:
     """Four long sequences take all rows; when their clients have left, others are answered."""
     client = server.client
-    ask = {"model": "chat", "prompt": list(PROMPTS), "max_tokens": 900, "temperature": 0}
+    ask = {"model": "ep-moe", "prompt": list(PROMPTS), "max_tokens": 900, "temperature": 0}
     stream = client.completions.create(**ask, stream=True)
     next(iter(stream))
     with pytest.raises(openai.APITimeoutError):
         client.with_options(timeout=0.5).completions.create(**ask)
     stream.close()
-    answer = client.completions.create(model="chat", prompt=PROMPTS[0], max_tokens=NEW_TOKENS, temperature=0)
+    answer = client.completions.create(model="ep-moe", prompt=PROMPTS[0], max_tokens=NEW_TOKENS, temperature=0)
     assert answer.choices[0].text == expected[0]
     assert server.running() == 0
 
@@ -196,7 +187,7 @@ def test_attacks_break_no_stream(server: Server) -> None:
 
     def stream() -> None:
         chunks = server.client.completions.create(
-            model="chat", prompt=PROMPTS[0], max_tokens=STREAM_TOKENS, temperature=0, stream=True
+            model="ep-moe", prompt=PROMPTS[0], max_tokens=STREAM_TOKENS, temperature=0, stream=True
         )
         texts.append("".join(chunk.choices[0].text for chunk in chunks))
 
@@ -262,11 +253,11 @@ def test_a_killed_rank_0_is_named_to_all_clients(server: Server) -> None:
 
     def complete() -> None:
         try:
-            client.completions.create(model="chat", prompt="The", max_tokens=900)
+            client.completions.create(model="ep-moe", prompt="The", max_tokens=900)
         except openai.APIStatusError as error:
             found.append(error)
 
-    stream = client.completions.create(model="chat", prompt="And", max_tokens=900, stream=True)
+    stream = client.completions.create(model="ep-moe", prompt="And", max_tokens=900, stream=True)
     next(iter(stream))
     thread = threading.Thread(target=complete)
     thread.start()
@@ -277,7 +268,7 @@ def test_a_killed_rank_0_is_named_to_all_clients(server: Server) -> None:
     with pytest.raises(openai.APIError, match="rank 0 was killed by SIGKILL"):
         list(stream)
     with pytest.raises(openai.InternalServerError, match="rank 0 was killed by SIGKILL") as late:
-        client.completions.create(model="chat", prompt="The")
+        client.completions.create(model="ep-moe", prompt="The")
     thread.join()
     assert [error.status_code for error in (*found, late.value)] == [503, 503]
     assert str(found[0].body["message"]).startswith("rank 0 was killed by SIGKILL")
