@@ -1,4 +1,4 @@
-"""How plans go from rank 0 to the other ranks, and their tokens back: over the store through which the ranks joined.
+"""How plans go from rank 0 to the other ranks, and what they make back: over the store through which the ranks joined.
 
 The store belongs to the launcher and uses no collective, so that ranks of an idle server wait for a plan without a
 timeout, while heartbeats still tell which rank is lost.
@@ -10,13 +10,12 @@ import threading
 import time
 from typing import Any
 
-from ep_moe.engines.transformers.decoding.passes import RowsPlan, RowStart, Shape
+from ep_moe.engines.transformers.decoding.passes import MESSAGES, RowsMade, RowsPlan
 from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.group.waiting import SLICE_SECS
 from ep_moe.group.wire import decode, encode
 
 _CLOSED = encode(None)
-Tokens = list[list[int]]
 _LONG = datetime.timedelta(days=20)  # the longest wait that fits the store's milliseconds
 
 
@@ -75,7 +74,7 @@ class PlanChannel:
         for rank in range(1, self._group.num_ranks):
             self._outbox.queue_push(f"plans/{rank}", message)
 
-    def collect(self, result: Tokens) -> list[Tokens]:
+    def collect(self, result: RowsMade) -> list[RowsMade]:
         """Wait for the other ranks' results of the plan; returns all, in rank order, with rank 0's own."""
         group, results = self._group, {0: result}
         start, limit = time.monotonic(), self._group.config.timeout_secs
@@ -84,7 +83,7 @@ class PlanChannel:
             while len(results) < group.num_ranks:
                 message = self._poll()
                 if message is not None:
-                    rank, answer = decode(message)
+                    rank, answer = decode(message, *MESSAGES)
                     results[rank] = answer
                 elif time.monotonic() - start > limit:
                     missing = tuple(rank for rank in range(group.num_ranks) if rank not in results)
@@ -107,10 +106,10 @@ class PlanChannel:
         if message == _CLOSED:
             self._outbox.queue_push("answers", _CLOSED)
             return None
-        plan: RowsPlan = decode(message, RowsPlan, RowStart, Shape)
+        plan: RowsPlan = decode(message, *MESSAGES)
         return plan
 
-    def answer(self, result: Tokens) -> None:
+    def answer(self, result: RowsMade) -> None:
         """Send this rank's result of the plan to rank 0."""
         self._outbox.queue_push("answers", encode((self._group.rank, result)))
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Protocol
 
-from ep_moe.engines.transformers.decoding.passes import RowsPlan
+from ep_moe.engines.transformers.decoding.passes import RowsMade, RowsPlan
 from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.group.waiting import SLICE_SECS
 from ep_moe.serving.channel import PlanChannel
@@ -29,7 +29,7 @@ PREFILL, DECODE = "prefill", "decode"
 class Rows(Protocol):
     """What a rank does with plans; `RowDecoder` is one."""
 
-    def run(self, plan: RowsPlan) -> list[list[int]]:
+    def run(self, plan: RowsPlan) -> RowsMade:
         """Carry out this rank's part. Collective."""
         ...
 
@@ -56,7 +56,7 @@ class LeadRank:
         self.explain = group.explain  # the cause of an error: one that names a lost rank, or the error itself
         self.close = self._channel.close  # ends `follow` on all ranks
 
-    def run(self, plan: RowsPlan) -> list[list[list[int]]]:
+    def run(self, plan: RowsPlan) -> list[RowsMade]:
         """Carry out a plan on all ranks; returns their results, in rank order. Errors: of the model; PeerLostError."""
         self._channel.send(plan)
         return self._channel.collect(self._rows.run(plan))
@@ -72,7 +72,7 @@ class RemoteRanks:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    def run(self, plan: RowsPlan) -> list[list[list[int]]]:
+    def run(self, plan: RowsPlan) -> list[RowsMade]:
         """See `LeadRank`. Errors: ServerEndedError."""
         with contextlib.suppress(BrokenPipeError):  # the error that ended rank 0 is received next
             self._connection.send(plan)
@@ -91,7 +91,7 @@ class RemoteRanks:
         """See `LeadRank`."""
         self._connection.send(None)
 
-    def _receive(self) -> list[list[list[int]]]:
+    def _receive(self) -> list[RowsMade]:
         try:
             answer = self._connection.recv()
         except (EOFError, ConnectionResetError):
@@ -232,9 +232,9 @@ class Leader:
 
     def _step(self, plan: RowsPlan) -> None:
         start = time.perf_counter()
-        tokens = self._ranks.run(plan)
+        made = self._ranks.run(plan)
         with self._changed:
-            found = self._scheduler.take(tokens)
+            found = self._scheduler.take(made)
             watchers = [self._watchers.get(ticket) for ticket, _ in found]
             for ticket, progress in found:
                 if progress.finish or progress.error is not None:

@@ -6,15 +6,12 @@ sequences. Bodies are bounded before they are read, and parsed and tokenized by 
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
-import json
+import importlib.metadata
 import resource
-import secrets
 import socket
 import threading
 import time
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -22,20 +19,19 @@ from typing import Any, TypeVar
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from jinja2 import TemplateError
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from ep_moe.fields import shown
 from ep_moe.serving.connections import LimitedConnection
-from ep_moe.serving.core import Leader, ServerEndedError
+from ep_moe.serving.core import ServerEndedError
+from ep_moe.serving.job import KINDS, Job, Kind, Service, UnknownModelError, event
 from ep_moe.serving.metrics import CLIENT_LEFT, Metrics
-from ep_moe.serving.protocol import ChatRequest, CompletionRequest, error_body, parse, usage
-from ep_moe.serving.scheduler import BadRequestError, Generation, NotFiniteError, QueueFullError
-from ep_moe.serving.text import Piece, TextStream, Tokenizer, stream_texts
+from ep_moe.serving.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest, error_body, parse
+from ep_moe.serving.scheduler import BadRequestError, NotFiniteError, QueueFullError
+from ep_moe.serving.text import Piece
 
-COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions; a chat goes on up to the last position
 SHUTDOWN_SECS = 1  # that open answers have to end; with LINGER_SECS less than the launcher's grace for a failed rank
 LINGER_SECS = 1.0  # in which new requests read why the server has ended
 BODY_BYTES, TOKEN_BYTES = 2**20, 32  # a body may have so many, and so many more for each token of the longest prompt
@@ -51,16 +47,10 @@ class _BodyTooLargeError(ValueError):
     """A request's body has more bytes than a prompt that is served."""
 
 
-class _UnknownModelError(ValueError):
-    """A request for a model that is not served here."""
-
-    param = "model"
-
-
 # errors of a request: status, OpenAI's type and code
 _ERRORS: dict[type[Exception], tuple[int, str, str | None]] = {
     BadRequestError: (400, "invalid_request_error", None),
-    _UnknownModelError: (404, "invalid_request_error", "model_not_found"),
+    UnknownModelError: (404, "invalid_request_error", "model_not_found"),
     _BodyTooLargeError: (413, "invalid_request_error", None),
     QueueFullError: (429, "rate_limit_error", "queue_full"),
     NotFiniteError: (500, "server_error", "not_finite"),
@@ -71,209 +61,6 @@ _ERRORS: dict[type[Exception], tuple[int, str, str | None]] = {
 
 class _ClientLeftError(Exception):
     """The client has closed its connection."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Service:
-    """What the application serves.
-
-    Args:
-        name: of the model, which requests may give. tokenizer: of transformers.
-    """
-
-    leader: Leader
-    tokenizer: Tokenizer
-    name: str
-    metrics: Metrics
-    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
-
-    @property
-    def most_body_bytes(self) -> int:
-        """The most bytes of a request's body."""
-        return BODY_BYTES + TOKEN_BYTES * self.leader.limits.longest_prompt
-
-    @functools.cached_property
-    def token_chars(self) -> int:
-        """The most characters that one token stands for."""
-        return max(map(len, self.tokenizer.get_vocab()), default=1)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Kind:
-    """The names that differ between the two endpoints."""
-
-    endpoint: str
-    prefix: str
-    whole: str
-    chunk: str
-    chat: bool
-    parsed: type[CompletionRequest] | type[ChatRequest]
-
-    def choice(self, index: int, text: str, finish: str | None, *, part: bool) -> dict[str, Any]:
-        """A choice of an answer, or the part of it in a chunk of a stream."""
-        common = {"index": index, "logprobs": None, "finish_reason": finish or None}
-        if not self.chat:
-            return common | {"text": text}
-        if part:
-            return common | {"delta": {"content": text}}
-        return common | {"message": {"role": "assistant", "content": text}}
-
-
-_COMPLETION = _Kind(
-    endpoint="completions",
-    prefix="cmpl",
-    whole="text_completion",
-    chunk="text_completion",
-    chat=False,
-    parsed=CompletionRequest,
-)
-_CHAT = _Kind(
-    endpoint="chat",
-    prefix="chatcmpl",
-    whole="chat.completion",
-    chunk="chat.completion.chunk",
-    chat=True,
-    parsed=ChatRequest,
-)
-_KINDS = {"/v1/completions": _COMPLETION, "/v1/chat/completions": _CHAT}
-
-
-class _Job:
-    """One request: its sequences, one for each choice, and its answer. Errors: BadRequestError, _UnknownModelError."""
-
-    def __init__(self, service: Service, kind: _Kind, body: bytearray, start: float) -> None:
-        self._service, self._kind = service, kind
-        self._request: CompletionRequest | ChatRequest = parse(kind.parsed, body)
-        if self._request.model not in ("", service.name):
-            raise _UnknownModelError(f"model ({shown(self._request.model)}) is not served here, {service.name!r} is")
-        self._start = start
-        self._counts: dict[int, int] = {}
-        self._head = {
-            "id": f"{kind.prefix}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": service.name,
-        }
-        self._generations = [self._generation(prompt) for prompt in self._prompts()]
-        stops, tokenizer = self._request.stops, service.tokenizer
-        self._texts = [
-            TextStream(tokenizer, stops, () if kind.chat else generation.prompt) for generation in self._generations
-        ]
-
-    @property
-    def stream(self) -> bool:
-        """Whether the answer is a stream."""
-        return bool(self._request.stream)
-
-    def _prompts(self) -> list[tuple[int, ...]]:
-        request, tokenizer = self._request, self._service.tokenizer
-        if isinstance(request, ChatRequest):
-            if not getattr(tokenizer, "chat_template", None):
-                raise BadRequestError(
-                    f"model {self._service.name!r} has no chat template; use /v1/completions", "messages"
-                )
-            messages = [message.for_template() for message in request.messages]
-            try:
-                text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            except Exception as error:  # noqa: BLE001 - a template may do anything with what a client sends
-                what = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
-                raise BadRequestError(f"the model's chat template refuses these messages: {what}", "messages") from None
-            return [self._tokens(text, add_special_tokens=False)]
-        prompts, most = request.prompts, self._service.leader.limits.max_waiting
-        if not prompts:
-            raise BadRequestError("prompt ([]) must be one or more texts or lists of token ids", "prompt")
-        if len(prompts) > most:
-            raise BadRequestError(f"prompt has {len(prompts)} prompts, the limit is {most} (max_waiting)", "prompt")
-        return [self._tokens(prompt) if isinstance(prompt, str) else tuple(prompt) for prompt in prompts]
-
-    def _tokens(self, text: str, **options: bool) -> tuple[int, ...]:
-        tokens = self._service.leader.limits.longest_prompt
-        most = tokens * self._service.token_chars
-        if len(text) > most:
-            raise BadRequestError(
-                f"the prompt has {len(text)} characters, {tokens} tokens have {most} at most", "prompt"
-            )
-        return tuple(self._service.tokenizer(text, **options)["input_ids"])
-
-    def _generation(self, prompt: tuple[int, ...]) -> Generation:
-        request, most = self._request, self._service.leader.most_new_tokens(prompt)
-        if isinstance(request, ChatRequest):
-            wanted = request.most_tokens
-        else:
-            wanted = min(COMPLETION_TOKENS, most) if request.max_tokens is None else request.max_tokens
-        return Generation(
-            prompt=prompt,
-            max_new_tokens=wanted,
-            temperature=1.0 if request.temperature is None else request.temperature,
-            top_p=1.0 if request.top_p is None else request.top_p,
-            seed=secrets.randbits(63) if request.seed is None else request.seed,
-        )
-
-    async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
-        """(choice, piece) pairs of all sequences, as they come."""
-        service = self._service
-        metrics, found = (
-            service.metrics,
-            stream_texts(service.leader, self._generations, self._texts),
-        )
-        async with contextlib.aclosing(found):
-            async for index, piece in found:
-                if not self._counts:
-                    metrics.first_token.observe(time.perf_counter() - self._start)
-                    metrics.prompt_tokens.inc(self._prompt_tokens)
-                metrics.generated_tokens.inc(piece.num_tokens - self._counts.get(index, 0))
-                self._counts[index] = piece.num_tokens
-                yield index, piece
-        metrics.request_secs.observe(time.perf_counter() - self._start)
-
-    @property
-    def _prompt_tokens(self) -> int:
-        return sum(len(generation.prompt) for generation in self._generations)
-
-    def _usage(self) -> dict[str, int]:
-        return usage(self._prompt_tokens, sum(self._counts.values()))
-
-    async def whole(self) -> dict[str, Any]:
-        """The answer of a request without a stream."""
-        texts, finish = [""] * len(self._generations), [""] * len(self._generations)
-        async for index, piece in self.pieces():
-            texts[index] += piece.text
-            finish[index] = piece.finish
-        choices = [self._kind.choice(index, text, finish[index], part=False) for index, text in enumerate(texts)]
-        return self._head | {"object": self._kind.whole, "choices": choices, "usage": self._usage()}
-
-    async def events(
-        self, first: tuple[int, Piece], pieces: AsyncGenerator[tuple[int, Piece], None]
-    ) -> AsyncIterator[bytes]:
-        """The chunks of a stream, as server-sent events, from its first piece on."""
-        status = CLIENT_LEFT
-        try:
-            if self._kind.chat:
-                start = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-                yield self._chunk([start])
-            yield self._part(*first)
-            async for index, piece in pieces:
-                yield self._part(index, piece)
-            if self._request.includes_usage:
-                yield self._chunk([], self._usage())
-            yield _DONE
-            status = 200
-        except (ServerEndedError, NotFiniteError) as error:
-            status, kind, code = _ERRORS[type(error)]
-            yield _event(error_body(str(error), kind, code=code))
-        finally:
-            await pieces.aclose()
-            self._service.metrics.count(self._kind.endpoint, status)
-
-    def _part(self, index: int, piece: Piece) -> bytes:
-        return self._chunk([self._kind.choice(index, piece.text, piece.finish, part=True)])
-
-    def _chunk(self, choices: list[dict[str, Any]], total: dict[str, int] | None = None) -> bytes:
-        more: dict[str, Any] = {"usage": total} if self._request.includes_usage else {}
-        return _event(self._head | {"object": self._kind.chunk, "choices": choices} | more)
-
-
-def _event(content: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 async def _unless_left(request: Request, work: Awaitable[Result]) -> Result:
@@ -297,27 +84,27 @@ async def _left(request: Request) -> None:
 
 
 class _Bodies:
-    """Reads requests' bodies, within limits, and makes jobs of them in a thread of its own."""
+    """Reads requests' bodies, within limits, and works on them in a thread of its own."""
 
     def __init__(self, service: Service) -> None:
-        self._service = service
+        self._most = BODY_BYTES + TOKEN_BYTES * service.leader.limits.longest_prompt
         self._large = asyncio.Semaphore(MOST_LARGE_BODIES)
         self._worker = ThreadPoolExecutor(1, "ep_moe-requests")  # one after another: each may take much memory
 
-    async def job(self, request: Request, kind: _Kind) -> _Job:
-        """The job of a request. Errors: those of `_Job`; _BodyTooLargeError; ClientDisconnect."""
+    async def work(self, request: Request, work: Callable[[bytearray, float], Result]) -> Result:
+        """What `work` makes of the body of a request and the time of its arrival. Errors: those of `work`;
+        BadRequestError; _BodyTooLargeError; ClientDisconnect."""
         start = time.perf_counter()
         async with contextlib.AsyncExitStack() as permits:
             body = await self._read(request, permits)
-            make = functools.partial(_Job, self._service, kind, body, start)
-            return await asyncio.get_running_loop().run_in_executor(self._worker, make)
+            return await asyncio.get_running_loop().run_in_executor(self._worker, work, body, start)
 
     async def _read(self, request: Request, permits: contextlib.AsyncExitStack) -> bytearray:
         kind = request.headers.get("content-type")
         if kind is None or kind.partition(";")[0].strip().lower() != "application/json":
             found = "is missing" if kind is None else f"({shown(kind)}) is not served"
             raise BadRequestError(f"the header content-type {found}, application/json is needed")
-        most, body = self._service.most_body_bytes, bytearray()
+        most, body = self._most, bytearray()
         announced = int(request.headers.get("content-length", 0))
         if announced > most:
             raise _BodyTooLargeError(f"the request's body has {announced} bytes, the limit is {most}")
@@ -331,29 +118,12 @@ class _Bodies:
 
 
 def create_app(service: Service) -> FastAPI:
-    """The application: /v1/models, /v1/completions, /v1/chat/completions, /health and /metrics."""
+    """The application, with the endpoints that docs/serving.md lists."""
     app = FastAPI(title="ep-moe", docs_url=None, redoc_url=None, openapi_url=None)
     bodies = _Bodies(service)
     _answer_errors(app, service.metrics)
-
-    async def answer(request: Request) -> Response:
-        kind = _KINDS[request.url.path]
-        try:
-            job = await bodies.job(request, kind)
-            if not job.stream:
-                content = await _unless_left(request, job.whole())
-                service.metrics.count(kind.endpoint, 200)
-                return JSONResponse(content)
-            pieces = job.pieces()
-            # errors before the first text have a status of their own
-            first = await _unless_left(request, anext(pieces))
-            return StreamingResponse(job.events(first, pieces), media_type="text/event-stream")
-        except (_ClientLeftError, ClientDisconnect):
-            service.metrics.count(kind.endpoint, CLIENT_LEFT)
-            return Response(status_code=CLIENT_LEFT)
-
-    for path in _KINDS:
-        app.add_api_route(path, answer, methods=["POST"])
+    _add_generation(app, service, bodies)
+    _add_tokens(app, service, bodies)
 
     def model() -> dict[str, Any]:
         limits = service.leader.limits
@@ -371,15 +141,18 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> Any:
-        if name == service.name:
-            return model()
-        raise _UnknownModelError(f"model ({shown(name)}) is not served here, {service.name!r} is")
+        service.check_model(name)
+        return model()
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> dict[str, Any]:
         if service.leader.failure is not None:
             raise ServerEndedError(str(service.leader.failure))
         return {"status": "ok", "running": service.leader.num_running, "waiting": service.leader.num_waiting}
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": importlib.metadata.version("ep-moe")}
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -388,11 +161,86 @@ def create_app(service: Service) -> FastAPI:
     return app
 
 
+def _add_generation(app: FastAPI, service: Service, bodies: _Bodies) -> None:
+    """The endpoints that generate."""
+
+    async def stream(
+        job: Job, kind: Kind, first: tuple[int, Piece], pieces: AsyncGenerator[tuple[int, Piece], None]
+    ) -> AsyncIterator[bytes]:
+        status = CLIENT_LEFT
+        try:
+            async for chunk in job.events(first, pieces):
+                yield event(chunk)
+            yield _DONE
+            status = 200
+        except (ServerEndedError, NotFiniteError) as error:
+            status, name, code = _ERRORS[type(error)]
+            yield event(error_body(str(error), name, code=code))
+        finally:
+            await pieces.aclose()
+            service.metrics.count(kind.endpoint, status)
+
+    async def answer(request: Request) -> Response:
+        kind = KINDS[request.url.path]
+        try:
+            job = await bodies.work(request, functools.partial(Job, service, kind))
+            if not job.stream:
+                content = await _unless_left(request, job.whole())
+                service.metrics.count(kind.endpoint, 200)
+                return JSONResponse(content)
+            pieces = job.pieces()
+            # errors before the first text have a status of their own
+            first = await _unless_left(request, anext(pieces))
+            return StreamingResponse(stream(job, kind, first, pieces), media_type="text/event-stream")
+        except (_ClientLeftError, ClientDisconnect):
+            service.metrics.count(kind.endpoint, CLIENT_LEFT)
+            return Response(status_code=CLIENT_LEFT)
+
+    for path in KINDS:
+        app.add_api_route(path, answer, methods=["POST"])
+
+
+def _add_tokens(app: FastAPI, service: Service, bodies: _Bodies) -> None:
+    """vLLM's endpoints of tokens without a generation."""
+
+    def tokenize(body: bytearray, start: float) -> dict[str, Any]:
+        del start
+        asked: TokenizeTextRequest | TokenizeChatRequest
+        if b'"messages"' in body:
+            asked = parse(TokenizeChatRequest, body)
+            tokens = service.chat_tokens(asked)
+        else:
+            asked = parse(TokenizeTextRequest, body)
+            tokens = service.tokens(asked.prompt, special=asked.add_special_tokens)
+        service.check_model(asked.model)
+        texts = service.tokenizer.convert_ids_to_tokens(list(tokens)) if asked.return_token_strs else None
+        most = service.leader.limits.num_positions
+        return {"count": len(tokens), "max_model_len": most, "tokens": list(tokens), "token_strs": texts}
+
+    def detokenize(body: bytearray, start: float) -> dict[str, Any]:
+        del start
+        asked = parse(DetokenizeRequest, body)
+        service.check_model(asked.model)
+        size = service.leader.limits.vocab_size
+        unknown = next((token for token in asked.tokens if not 0 <= token < size), None)
+        if unknown is not None:
+            raise BadRequestError(f"tokens has token {shown(unknown)}, tokens are in [0, {size})", "tokens")
+        return {"prompt": service.text_of(asked.tokens)}
+
+    @app.post("/tokenize")
+    async def tokens(request: Request) -> dict[str, Any]:
+        return await bodies.work(request, tokenize)
+
+    @app.post("/detokenize")
+    async def text(request: Request) -> dict[str, Any]:
+        return await bodies.work(request, detokenize)
+
+
 def _answer_errors(app: FastAPI, metrics: Metrics) -> None:
     """Answer errors in OpenAI's shape, and count them."""
 
     def answer(request: Request, message: str, status: int, kind: str, *more: str | None) -> JSONResponse:
-        served = _KINDS.get(request.url.path)
+        served = KINDS.get(request.url.path)
         metrics.count(served.endpoint if served else "other", status)
         return JSONResponse(error_body(message, kind, *more), status)
 

@@ -1,24 +1,67 @@
-"""What OpenAI's completion and chat endpoints take, as far as it is served here, and what they answer.
+"""What OpenAI's completion and chat endpoints take, with the additions of vLLM and SGLang that are served here.
 
-A parameter that is not served may have the value that asks for nothing; any other value is refused by name.
+A parameter that is not served may be null, or have a value that asks for nothing (`NEUTRAL`); any other value is
+refused by name. Sources: OpenAI's API reference, the pages on vLLM's and SGLang's OpenAI-compatible servers.
 """
 
+import dataclasses
+import inspect
 import json
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from transformers import PreTrainedTokenizerBase
 
+from ep_moe.engines.transformers.decoding.adjust import MOST_LOGPROBS
+from ep_moe.engines.transformers.decoding.passes import Sampling
+from ep_moe.engines.transformers.decoding.sequences import MOST_END_IDS
 from ep_moe.fields import shown
 from ep_moe.serving.scheduler import BadRequestError
 
 MOST_STOPS = 16
-MOST_FIELDS = 64  # of an object in a request's body, far more than any has
+MOST_CHOICES = 128  # n
+MOST_BIASES = 1024  # tokens of logit_bias
+MOST_FIELDS = 2048  # of an object in a request's body, more than any has: logit_bias has the most
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # only as an escape can half a pair be in UTF-8
 
-_Zero = Annotated[float, Field(ge=0, le=0)]
 _Stop = Annotated[str, Field(min_length=1)]
 _Tokens = Annotated[int, Field(ge=1)]
+_Count = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
+_Penalty = Annotated[float, Field(ge=-2, le=2)]
+_Bias = Annotated[float, Field(ge=-100, le=100)]
+
+# parameters that change nothing here
+UNUSED = {
+    *("cache_salt", "include_reasoning", "metadata", "prompt_cache_key", "prompt_cache_retention", "request_id"),
+    *("rid", "safety_identifier", "separate_reasoning", "stream_reasoning", "user"),
+}
+# parameters that are not served, with the values besides null that ask for nothing
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("audio", "allowed_token_ids", "chat_template", "custom_logit_processor", "custom_params"), ()),
+    **dict.fromkeys(("data_parallel_rank", "ebnf", "extra_key", "guided_choice", "guided_decoding_backend"), ()),
+    **dict.fromkeys(("guided_grammar", "guided_json", "guided_regex", "guided_whitespace_pattern", "input_ids"), ()),
+    **dict.fromkeys(("json_schema", "kv_transfer_params", "lora_path", "mm_processor_kwargs", "prediction"), ()),
+    **dict.fromkeys(("prompt_embeds", "reasoning_effort", "regex", "session_params", "stop_regex"), ()),
+    **dict.fromkeys(("structured_outputs", "thinking_token_budget", "truncate_prompt_tokens", "vllm_xargs"), ()),
+    **dict.fromkeys(("web_search_options",), ()),
+    **dict.fromkeys(("bad_words", "documents", "functions", "logits_processors", "tools"), ([],)),
+    **dict.fromkeys(
+        ("include_stop_str_in_output", "no_stop_trim", "return_hidden_states", "return_routed_experts"), (False,)
+    ),
+    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids", "store", "use_beam_search"), (False,)),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
+    "function_call": ("none", "auto"),
+    "length_penalty": (1,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "priority": (0,),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "verbosity": ("medium",),
+}
 
 
 def _all(values: Any, kind: type) -> bool:
@@ -40,26 +83,64 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     include_usage: bool = False
+    include_obfuscation: bool = False  # changes nothing: no chunk is padded
+    continuous_usage_stats: Literal[False] = False
 
 
-class _Request(BaseModel):
-    """Parameters of both endpoints."""
+class _Body(BaseModel):
+    """A body in which null is no value, and what is not served may ask for nothing."""
 
     model_config = ConfigDict(extra="forbid")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nothing(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        left = {}
+        for name, value in fields.items():
+            if name in cls.model_fields:
+                if value is not None:
+                    left[name] = value
+            elif name in NEUTRAL:
+                neutral = NEUTRAL[name]
+                if value is not None and value not in neutral:
+                    known = " or ".join(json.dumps(each) for each in (*neutral, None))
+                    raise BadRequestError(f"{name} ({shown(value)}) is not served, it may be {known}", name)
+            elif name not in UNUSED:
+                left[name] = value
+        return left
+
+
+class _Request(_Body):
+    """Parameters of both endpoints; those of sampling as of `Sampling`, with OpenAI's and vLLM's limits."""
+
     model: str = ""
-    max_tokens: _Tokens | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     seed: int | None = None
     stop: _Stop | Annotated[list[_Stop], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
-    stream: bool | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MOST_END_IDS, fail_fast=True)] = []
+    ignore_eos: bool = False
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] = 1.0
+    presence_penalty: _Penalty = 0.0
+    frequency_penalty: _Penalty = 0.0
+    logit_bias: Annotated[dict[int, _Bias], Field(max_length=MOST_BIASES)] = {}
+    prompt_logprobs: _Count | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
+    best_of: int | None = None
+    stream: bool = False
     stream_options: StreamOptions | None = None
-    user: str | None = None  # changes nothing here
-    n: Literal[1] | None = None
-    presence_penalty: _Zero | None = None
-    frequency_penalty: _Zero | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "_Request":
+        if self.best_of not in (None, self.n):
+            raise BadRequestError(f"best_of ({self.best_of}) must be n ({self.n})", "best_of")
+        if self.stream and self.prompt_logprobs is not None:
+            raise BadRequestError("prompt_logprobs are not served in a stream", "prompt_logprobs")
+        return self
 
     @property
     def stops(self) -> list[str]:
@@ -71,15 +152,45 @@ class _Request(BaseModel):
         """Whether a stream ends in a chunk with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens come with each new token's log-probability; None without log-probabilities.
+        Each endpoint has its own parameters for it."""
+        return None
+
+    def sampling(self, seed: int) -> Sampling:
+        """How the tokens of a choice are chosen."""
+        return Sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=max(self.top_k, 0),
+            min_p=self.min_p,
+            seed=seed,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=tuple(self.logit_bias.items()),
+            min_tokens=self.min_tokens,
+            stop_ids=tuple(self.stop_token_ids),
+            ignore_end=self.ignore_eos,
+            logprobs=self.num_logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+        )
+
 
 class CompletionRequest(_Request):
-    """Body of /v1/completions; each prompt, a text or token ids, has one choice in the answer."""
+    """Body of /v1/completions; each prompt, a text or token ids, has n choices in the answer."""
 
     prompt: Annotated[Any, AfterValidator(_check_prompt)]
-    best_of: Literal[1] | None = None
-    echo: Literal[False] | None = None
-    logprobs: None = None
-    suffix: None = None
+    echo: bool = False
+    logprobs: _Count | None = None
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _check_length(self) -> "CompletionRequest":
+        if self.max_tokens == 0 and not self.echo:
+            raise BadRequestError("max_tokens (0) must be at least 1 without echo", "max_tokens")
+        return self
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -89,6 +200,18 @@ class CompletionRequest(_Request):
         if self.prompt and isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(self.prompt)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """See `_Request`."""
+        return self.logprobs
+
+    def sampling(self, seed: int) -> Sampling:
+        """See `_Request`; an echo has the log-probabilities of the prompt too."""
+        found = super().sampling(seed)
+        if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
+            found = dataclasses.replace(found, prompt_logprobs=self.logprobs)
+        return found
 
 
 class TextPart(BaseModel):
@@ -106,39 +229,118 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     role: str
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: Literal[""] | None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    function_call: None = None
+    audio: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "Message":
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"content (None) of role {self.role!r} must be a text or a list of parts")
+        return self
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates read it."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": self.role, "content": text} | ({} if self.name is None else {"name": self.name})
+        content = self.content or ""
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        reasoning = self.reasoning_content if self.reasoning is None else self.reasoning
+        more = {"name": self.name, "reasoning_content": reasoning}
+        return {"role": self.role, "content": text} | {key: value for key, value in more.items() if value is not None}
 
 
-class ResponseFormat(BaseModel):
-    """`response_format`; fields of other types are not read."""
-
-    type: Literal["text"]
-
-
-class ChatRequest(_Request):
-    """Body of /v1/chat/completions."""
+class _Templated(_Body):
+    """Messages and how the chat template writes them."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _check_template(self) -> "_Templated":
+        if self.continue_final_message and self.add_generation_prompt:
+            raise BadRequestError(
+                "continue_final_message (True) needs add_generation_prompt (True) to be false", "continue_final_message"
+            )
+        taken = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+        for name in self.chat_template_kwargs:
+            if name in taken:
+                raise BadRequestError(
+                    f"chat_template_kwargs.{name} is none of the template's own", "chat_template_kwargs"
+                )
+        return self
+
+    def text(self, tokenizer: Any) -> str:
+        """The prompt. Errors: those of the template."""
+        return str(
+            tokenizer.apply_chat_template(
+                [message.for_template() for message in self.messages],
+                tokenize=False,
+                add_generation_prompt=self.add_generation_prompt,
+                continue_final_message=self.continue_final_message,
+                **self.chat_template_kwargs,
+            )
+        )
+
+
+class ChatRequest(_Templated, _Request):
+    """Body of /v1/chat/completions."""
+
     max_completion_tokens: _Tokens | None = None
-    logprobs: Literal[False] | None = None
-    top_logprobs: None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    response_format: ResponseFormat | None = None
+    logprobs: bool = False
+    top_logprobs: _Count = 0
+    echo: Literal[False] = False
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> "ChatRequest":
+        if self.top_logprobs and not self.logprobs:
+            raise BadRequestError(f"top_logprobs ({self.top_logprobs}) needs logprobs to be true", "top_logprobs")
+        if self.max_tokens == 0:
+            raise BadRequestError("max_tokens (0) must be at least 1", "max_tokens")
+        return self
 
     @property
     def most_tokens(self) -> int | None:
         """The limit under its newer name, else under its older one."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """See `_Request`."""
+        return self.top_logprobs if self.logprobs else None
 
-Parsed = TypeVar("Parsed", bound=_Request)
+
+class TokenizeTextRequest(_Body):
+    """Body of /tokenize with a text."""
+
+    model: str = ""
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeChatRequest(_Templated):
+    """Body of /tokenize with messages."""
+
+    model: str = ""
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(_Body):
+    """Body of /detokenize."""
+
+    model: str = ""
+    tokens: Annotated[list[int], Field(fail_fast=True)]
+
+
+Parsed = TypeVar("Parsed", bound=BaseModel)
 
 
 def parse(kind: type[Parsed], body: bytes | bytearray) -> Parsed:
@@ -177,6 +379,9 @@ def _named(fields: dict[str, Any], error: ValidationError) -> BadRequestError:
     """The error of the deepest place; of a field of several types, what is wrong with the type that its value has."""
     found: dict[tuple[str | int, ...], list[Any]] = {}
     for each in error.errors(include_url=False):
+        cause = each.get("ctx", {}).get("error")
+        if isinstance(cause, BadRequestError):  # which names its parameter
+            return cause
         place: list[str | int] = []
         value: Any = fields
         for part in each["loc"]:  # names of types are among them

@@ -11,9 +11,18 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
+from ep_moe.engines.transformers.decoding.adjust import MOST_LOGPROBS, MOST_PROMPT_LOGITS
 from ep_moe.engines.transformers.decoding.finite import not_finite
-from ep_moe.engines.transformers.decoding.passes import RowsPlan, RowStart, Shape, pass_shape
-from ep_moe.engines.transformers.decoding.sequences import BROKEN, NONE
+from ep_moe.engines.transformers.decoding.passes import (
+    Logprob,
+    RowsMade,
+    RowsPlan,
+    RowStart,
+    Sampling,
+    Shape,
+    pass_shape,
+)
+from ep_moe.engines.transformers.decoding.sequences import BROKEN, MOST_END_IDS, NONE
 from ep_moe.fields import shown
 
 STOP, LENGTH = "stop", "length"  # why a sequence has ended: its end token, or max_new_tokens
@@ -46,9 +55,7 @@ class Generation:
 
     prompt: tuple[int, ...]
     max_new_tokens: int | None = None
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
+    sampling: Sampling = Sampling()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,11 +63,15 @@ class Progress:
     """New tokens of a sequence, the end token included.
 
     Args:
+        logprobs: of these tokens, if asked for. prompt_logprobs: of the prompt's tokens but the first, with the first
+            new token.
         finish: "" while it goes on; else STOP or LENGTH.
         error: what ended it instead, with `finish` "": NotFiniteError, or what ended the server.
     """
 
     tokens: tuple[int, ...] = ()
+    logprobs: tuple[Logprob, ...] = ()
+    prompt_logprobs: tuple[Logprob, ...] = ()
     finish: str = ""
     error: Exception | None = None
 
@@ -89,6 +100,11 @@ class Limits:
     def longest_prompt(self) -> int:
         """The most tokens of a prompt."""
         return min(self.max_prompt_tokens, self.num_positions - 1)
+
+    @property
+    def logprob_tokens(self) -> int:
+        """The most tokens of the prompts of a prefill, if the log-probabilities of one of them are asked for."""
+        return min(self.max_prompt_tokens, MOST_PROMPT_LOGITS // self.vocab_size)
 
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
@@ -149,13 +165,34 @@ class Scheduler:
             )
         if wanted < 1:
             raise BadRequestError(f"max_tokens ({wanted}) must be at least 1", "max_tokens")
-        if not -MOST_SEED <= generation.seed < MOST_SEED:
-            raise BadRequestError(f"seed ({generation.seed}) is not a number of 64 bits", "seed")
+        self._check_sampling(generation)
         if len(self._waiting) >= limits.max_waiting:
             raise QueueFullError(f"{len(self._waiting)} generations wait already, the limit is {limits.max_waiting}")
         ticket = next(self._tickets)
         self._waiting[ticket] = dataclasses.replace(generation, max_new_tokens=wanted)
         return ticket
+
+    def _check_sampling(self, generation: Generation) -> None:
+        """Raise BadRequestError for what the ranks' tensors cannot take; the rest is checked where it is read."""
+        sampling, limits, num_tokens = generation.sampling, self._limits, len(generation.prompt)
+        if not -MOST_SEED <= sampling.seed < MOST_SEED:
+            raise BadRequestError(f"seed ({sampling.seed}) is not a number of 64 bits", "seed")
+        if len(sampling.stop_ids) > MOST_END_IDS:
+            count = len(sampling.stop_ids)
+            raise BadRequestError(f"stop_token_ids has {count} tokens, the limit is {MOST_END_IDS}", "stop_token_ids")
+        for name, tokens in (("stop_token_ids", sampling.stop_ids), ("logit_bias", dict(sampling.logit_bias))):
+            for token in tokens:
+                if not 0 <= token < limits.vocab_size:
+                    raise BadRequestError(f"{name} has token {token}, tokens are in [0, {limits.vocab_size})", name)
+        for name, asked in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
+            if asked is not None and not 0 <= asked <= MOST_LOGPROBS:
+                raise BadRequestError(f"{name} ({asked}) must be in [0, {MOST_LOGPROBS}]", name)
+        if sampling.prompt_logprobs is not None and num_tokens > limits.logprob_tokens:
+            raise BadRequestError(
+                f"the log-probabilities of a prompt of {num_tokens} tokens are asked for, the limit is "
+                f"{limits.logprob_tokens}",
+                "prompt",
+            )
 
     def most_new_tokens(self, prompt: Sequence[int]) -> int:
         """The most new tokens after a prompt, 1 or more. Errors: BadRequestError for a prompt that is not served."""
@@ -207,7 +244,8 @@ class Scheduler:
         return pass_shape(
             max((sequence.start.row + 1 for sequence in live), default=0),
             min(positions, self._limits.num_positions),
-            any(sequence.start.temperature > 0 for sequence in live),
+            any(sequence.start.sampling.temperature > 0 for sequence in live),
+            any(sequence.start.sampling.adjusted for sequence in live),
         )
 
     def _choose(self) -> list[_Sequence]:
@@ -224,9 +262,7 @@ class Scheduler:
                 row=row,
                 prompt=generation.prompt,
                 max_new_tokens=generation.max_new_tokens,
-                temperature=generation.temperature,
-                top_p=generation.top_p,
-                seed=generation.seed,
+                sampling=generation.sampling,
             )
             sequence = _Sequence(ticket=ticket, rank=rank, start=start)
             self._rows[rank][row] = sequence
@@ -242,13 +278,15 @@ class Scheduler:
             row = next((index for index, row in enumerate(rows) if row is None), None)
             if row is None or (others and row != others[-1].row + 1):  # a prefill takes consecutive rows
                 continue
-            longest = max(len(prompt) for prompt in [generation.prompt, *(start.prompt for start in others)])
-            if (len(others) + 1) * longest <= self._limits.max_prompt_tokens:
+            together: list[Generation | RowStart] = [generation, *others]
+            whole = any(each.sampling.prompt_logprobs is not None for each in together)
+            most = self._limits.logprob_tokens if whole else self._limits.max_prompt_tokens
+            if len(together) * max(len(each.prompt) for each in together) <= most:
                 return rank, row
         return None
 
-    def take(self, tokens: Sequence[list[list[int]]]) -> list[tuple[int, Progress]]:
-        """The tokens of the last plan, as `RowDecoder.run` returns them, by rank; returns (ticket, progress) pairs."""
+    def take(self, made: Sequence[RowsMade]) -> list[tuple[int, Progress]]:
+        """What the last plan has made, by rank; returns (ticket, progress) pairs."""
         found, place = [], [0] * self._limits.num_ranks
         for sequence in self._planned:
             rank, row = sequence.rank, sequence.start.row
@@ -257,15 +295,22 @@ class Scheduler:
                 column, place[rank] = place[rank], place[rank] + 1
             if self._rows[rank][row] is not sequence:
                 continue  # cancelled meanwhile
-            new = tuple(step[column] for step in tokens[rank] if step[column] != NONE)
+            new = tuple(step[column] for step in made[rank].tokens if step[column] != NONE)
             if BROKEN in new:
                 self._rows[rank][row] = None
                 found.append((sequence.ticket, Progress(error=NotFiniteError(not_finite()))))
                 continue
             sequence.num_made += len(new)
-            finish = STOP if new and new[-1] in self._limits.end_ids else "" if sequence.left > 0 else LENGTH
+            finish = STOP if new and new[-1] in self._ends(sequence) else "" if sequence.left > 0 else LENGTH
             if finish:
                 self._rows[rank][row] = None
-            found.append((sequence.ticket, Progress(tokens=new, finish=finish)))
+            logprobs = tuple(made[rank].logprobs.get(column, ())[: len(new)])
+            prompt = tuple(made[rank].prompts.get(column, ()))
+            progress = Progress(tokens=new, logprobs=logprobs, prompt_logprobs=prompt, finish=finish)
+            found.append((sequence.ticket, progress))
         self._planned = []
         return found
+
+    def _ends(self, sequence: _Sequence) -> tuple[int, ...]:
+        sampling = sequence.start.sampling
+        return sampling.stop_ids if sampling.ignore_end else self._limits.end_ids + sampling.stop_ids

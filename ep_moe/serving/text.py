@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
+from ep_moe.engines.transformers.decoding.passes import Logprob
 from ep_moe.serving.core import Leader, OnProgress
 from ep_moe.serving.scheduler import STOP, Generation, Progress
 
@@ -20,11 +21,15 @@ class Piece:
 
     Args:
         num_tokens: of the sequence so far. finish: "" while it goes on; else STOP or LENGTH.
+        logprobs: (token, its log-probability) of the tokens since the last piece; prompt_logprobs: of the prompt's
+            tokens but the first, in the first piece; both empty if not asked for.
     """
 
     text: str
     num_tokens: int
     finish: str = ""
+    logprobs: tuple[tuple[int, Logprob], ...] = ()
+    prompt_logprobs: tuple[Logprob, ...] = ()
 
 
 class TextStream:
@@ -133,6 +138,9 @@ async def stream_texts(
         return on_progress
 
     tickets: dict[int, int] = {}
+    waiting: list[list[tuple[int, Logprob]]] = [[] for _ in generations]  # since the last piece
+    prompts: list[tuple[Logprob, ...]] = [()] * len(generations)
+    counts = [0] * len(generations)
     try:
         for index, generation in enumerate(generations):
             tickets[index] = leader.submit(generation, watcher(index))
@@ -145,7 +153,13 @@ async def stream_texts(
             piece = texts[index].push(progress.tokens, progress.finish)
             if piece.finish:
                 leader.cancel(tickets.pop(index))
+            waiting[index] += zip(progress.tokens, progress.logprobs, strict=False)  # none, or one for each token
+            prompts[index] += progress.prompt_logprobs
             if piece.text or piece.finish:
+                new = tuple(waiting[index][: piece.num_tokens - counts[index]])
+                piece = dataclasses.replace(piece, logprobs=new, prompt_logprobs=prompts[index])
+                counts[index], prompts[index] = piece.num_tokens, ()
+                del waiting[index][: len(new)]
                 yield index, piece
     finally:  # awaits nothing: a cancelled task may be cancelled again in any wait
         for ticket in tickets.values():

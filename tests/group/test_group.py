@@ -21,7 +21,7 @@ from helpers.fake_rows import continuation, lead
 from helpers.lost import be_lost, record, recorded
 
 from ep_moe.config import GroupConfig
-from ep_moe.engines.transformers.decoding.passes import RowsPlan, RowStart, Shape
+from ep_moe.engines.transformers.decoding.passes import MESSAGES, Logprob, RowsMade, RowsPlan, RowStart, Sampling, Shape
 from ep_moe.environment import SECRET, LaunchEnv
 from ep_moe.group import EPGroup, PeerLostError, store
 from ep_moe.group.joining import check_nodes
@@ -129,7 +129,9 @@ class Executed:
 
 
 def test_values_travel_between_ranks(tmp_path: Path) -> None:
-    start = RowStart(row=1, prompt=(5, 2**62), max_new_tokens=3, temperature=0.1, seed=-1)
+    start = RowStart(
+        row=1, prompt=(5, 2**62), max_new_tokens=3, sampling=Sampling(temperature=0.1, logit_bias=((7, -1.5),))
+    )
     plan = RowsPlan(
         ended=((), (2,)), starts=((start,), ()), passes=1, shapes=(Shape(rows=1, capacity=2, sampled=True),)
     )
@@ -139,8 +141,9 @@ def test_values_travel_between_ranks(tmp_path: Path) -> None:
         (1, None): {4, 5},
         b"\xff": frozenset("a"),
     }
-    for value in (plan, found, [], {}, (), ((),), {"tuple": [1]}, [True, 1, 1.0]):
-        again = decode(encode(value), RowsPlan, RowStart, Shape)
+    made = RowsMade(tokens=[[-1, 5]], logprobs={1: [Logprob(value=float("-inf"), rank=3, top=((4, -0.25),))]})
+    for value in (plan, made, found, [], {}, (), ((),), {"tuple": [1]}, [True, 1, 1.0]):
+        again = decode(encode(value), *MESSAGES)
         assert (again, str(again), type(again)) == (value, str(value), type(value))
     evil = Executed(str(tmp_path / "read"))
     refused = [pickle.dumps(evil), pickle.dumps(plan), b"", b"{", b"[" * 10**5, b"\xff", b'{"tuple": 1}']
@@ -148,7 +151,7 @@ def test_values_travel_between_ranks(tmp_path: Path) -> None:
     refused += [b'{"RowStart": [1]}', b'{"bytes": "0"}']
     for data in refused:
         with pytest.raises(ValueError, match="is nothing that a rank has sent"):
-            decode(data, RowsPlan, RowStart, Shape)
+            decode(data, *MESSAGES)
     assert not (tmp_path / "read").exists()
     for value in (evil.__reduce__, torch.ones(1), {1: [torch.float32]}):
         with pytest.raises(ValueError, match="which ranks do not send to each other"):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ep_moe.engines.transformers.decoding.passes import RowsPlan
+from ep_moe.engines.transformers.decoding.passes import Logprob, RowsMade, RowsPlan, Sampling
 from ep_moe.group import EPGroup
 from ep_moe.serving.core import Leader, LeadRank, ServerEndedError, follow
 from ep_moe.serving.scheduler import Generation, Limits, Progress
@@ -41,14 +41,29 @@ def continuation(generation: Generation) -> list[int]:
     return made
 
 
+def logprob(token: int, count: int) -> Logprob:
+    """What that model says of a token: the likeliest ones are those after it."""
+    return Logprob(value=-token / 8, rank=5, top=tuple((token + place, -place / 8) for place in range(1, count + 1)))
+
+
+def logprobs(asked: dict[int, Sampling], tokens: list[list[int]]) -> dict[int, list[Logprob]]:
+    """Those of the columns that asked for them."""
+    return {
+        column: [logprob(each[column], sampling.logprobs) for each in tokens]
+        for column, sampling in asked.items()
+        if sampling.logprobs is not None
+    }
+
+
 class FakeRows:
     """One rank without a model, which carries out plans as `RowDecoder` does, and checks what it may rely on."""
 
     def __init__(self, limits: Limits, rank: int) -> None:
         self._limits, self._rank = limits, rank
         self._live: dict[int, list[int]] = {}  # row -> last token, its position, tokens left
+        self._sampling: dict[int, Sampling] = {}
 
-    def run(self, plan: RowsPlan) -> list[list[int]]:
+    def run(self, plan: RowsPlan) -> RowsMade:
         """See `RowDecoder.run`."""
         for row in plan.ended[self._rank]:
             self._live.pop(row, None)
@@ -61,20 +76,30 @@ class FakeRows:
             for start in starts:
                 assert start.row not in self._live
                 self._live[start.row] = [start.prompt[-1], len(start.prompt) - 1, start.max_new_tokens]
-            return [[self._advance(start.row) for start in starts]]
+                self._sampling[start.row] = start.sampling
+            tokens = [self._advance(start.row) for start in starts]
+            asked = {index: start.sampling for index, start in enumerate(starts)}
+            prompts = {
+                index: [logprob(token, each.prompt_logprobs) for token in starts[index].prompt[1:]]
+                for index, each in asked.items()
+                if each.prompt_logprobs is not None
+            }
+            return RowsMade(tokens=[tokens], logprobs=logprobs(asked, [tokens]), prompts=prompts)
         shape = plan.shapes[self._rank]
         assert all(row < shape.rows for row in self._live)
+        asked = list(self._live)
         made = [[self._advance(row) for row in range(shape.rows)] for _ in range(plan.passes)]
         assert all(position <= shape.capacity for _, position, _ in self._live.values())
-        return made
+        assert shape.adjusted or not any(self._sampling[row].adjusted for row in self._live)
+        return RowsMade(tokens=made, logprobs=logprobs({row: self._sampling[row] for row in asked}, made))
 
     def _advance(self, row: int) -> int:
         if row not in self._live:
             return -1
         token, position, left = self._live[row]
-        token = next_token(token, position + 1)
+        token, sampling = next_token(token, position + 1), self._sampling[row]
         self._live[row] = [token, position + 1, left - 1]
-        if left == 1 or token == 0:
+        if left == 1 or token in sampling.stop_ids or (token == 0 and not sampling.ignore_end):
             del self._live[row]
         return token
 

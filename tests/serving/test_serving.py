@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import http.client
+import importlib.metadata
 import json
 import multiprocessing
 import random
@@ -31,14 +32,16 @@ from ep_moe.app.start import SHIPPED_MODEL
 from ep_moe.config import GroupConfig
 from ep_moe.engines.transformers import from_pretrained
 from ep_moe.engines.transformers.decoding import RowDecoder
-from ep_moe.engines.transformers.decoding.passes import RowsPlan, RowStart, pass_shape
+from ep_moe.engines.transformers.decoding.passes import Logprob, RowsMade, RowsPlan, RowStart, Sampling, pass_shape
 from ep_moe.engines.transformers.decoding.sequences import BROKEN
 from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.launch import launch
 from ep_moe.serving.connections import LimitedConnection
 from ep_moe.serving.core import Leader, LeadRank, RemoteRanks, ServerEndedError, relay
-from ep_moe.serving.http import Service, create_app, run_beside
+from ep_moe.serving.http import create_app, run_beside
+from ep_moe.serving.job import Service
 from ep_moe.serving.metrics import Metrics
+from ep_moe.serving.protocol import NEUTRAL, UNUSED, ChatRequest, CompletionRequest
 from ep_moe.serving.scheduler import BadRequestError, Generation, Progress, QueueFullError, Scheduler
 from ep_moe.serving.text import TextStream
 
@@ -95,7 +98,10 @@ def test_generations_start_in_order_on_the_rank_with_the_fewest() -> None:
         [(0, 2), (1, 2)],
     ]
     assert scheduler.cancel(1)  # its token is not that of the next one of its rank
-    found = {ticket: progress.tokens for ticket, progress in scheduler.take([[[7]], [[1, 3]], [[2, 4]]])}
+    found = {
+        ticket: progress.tokens
+        for ticket, progress in scheduler.take([RowsMade(tokens=[made]) for made in ([7], [1, 3], [2, 4])])
+    }
     assert found == {0: (7,), 2: (2,), 3: (3,), 4: (4,)}
     passes = scheduler.next_plan()
     assert passes is not None
@@ -111,7 +117,7 @@ def test_generations_start_in_order_on_the_rank_with_the_fewest() -> None:
         ({"prompt": (1, 256)}, "prompt", "the prompt has token 256, tokens are in [0, 256)"),
         ({"prompt": (1,) * 6, "max_new_tokens": 91}, "max_tokens", "the most for this prompt is 90"),
         ({"prompt": (1,), "max_new_tokens": 0}, "max_tokens", "max_tokens (0) must be at least 1"),
-        ({"prompt": (1,), "seed": 2**63}, "seed", "is not a number of 64 bits"),
+        ({"prompt": (1,), "sampling": Sampling(seed=2**63)}, "seed", "is not a number of 64 bits"),
     ],
 )
 def test_what_cannot_be_served_is_named(generation: dict[str, Any], param: str, message: str) -> None:
@@ -223,22 +229,36 @@ def test_rows_say_the_same_as_sequences_alone(name: str) -> None:
         model = sharded_model(name)
     prompts = [tuple(byte % model.config.vocab_size for byte in text.encode()) for text in TEXTS]
     starts = [
-        RowStart(row=row, prompt=prompts[index], max_new_tokens=40, temperature=temperature, seed=index)
+        RowStart(
+            row=row,
+            prompt=prompts[index],
+            max_new_tokens=40,
+            sampling=Sampling(temperature=temperature, seed=index, logprobs=2 * index or None, prompt_logprobs=asked),
+        )
         for index, (row, temperature) in enumerate([(0, 0.0), (1, 0.7), (2, 0.0), (0, 0.0)])
+        for asked in [2 if index in (1, 3) else None]
     ]
     made: list[list[int]] = [[] for _ in starts]
+    logprobs: list[list[Logprob]] = [[] for _ in starts]
+    of_prompts: dict[int, list[Logprob]] = {}
 
     def start(rows: RowDecoder, *indices: int, ended: tuple[int, ...] = ()) -> None:
         plan = RowsPlan(ended=(ended,), starts=(tuple(starts[index] for index in indices),))
-        for index, token in zip(indices, rows.run(plan)[0], strict=True):
-            made[index].append(token)
+        found = rows.run(plan)
+        for place, index in enumerate(indices):
+            made[index].append(found.tokens[0][place])
+            logprobs[index] += found.logprobs.get(place, [])
+            of_prompts.update({index: found.prompts[place]} if place in found.prompts else {})
 
     def decode(rows: RowDecoder, passes: int, positions: int, owners: dict[int, int]) -> None:
-        shape = pass_shape(1 + max(owners), positions, True)
-        for step in rows.run(RowsPlan(ended=((),), starts=((),), passes=passes, shapes=(shape,))):
+        shape = pass_shape(1 + max(owners), positions, True, any(map(owners.__contains__, (1, 2))))
+        found = rows.run(RowsPlan(ended=((),), starts=((),), passes=passes, shapes=(shape,)))
+        for step in found.tokens:
             assert [row for row, token in enumerate(step) if token >= 0] == sorted(owners)
             for row, index in owners.items():
                 made[index].append(step[row])
+        for row, index in owners.items():
+            logprobs[index] += found.logprobs.get(row, [])
 
     with captured_on_a_cpu() as counts:
         together = RowDecoder(model, num_rows=4, num_positions=128, end_ids=(), graphs=True)
@@ -251,7 +271,22 @@ def test_rows_say_the_same_as_sequences_alone(name: str) -> None:
         decode(together, 4, 66, {0: 3, 1: 1, 2: 2})  # more positions than a bucket of 64
     assert len(counts) == 4  # one for each shape
     for index, each in enumerate(starts):
-        if each.temperature:  # transformers' own loop samples other tokens
+        sequence = (*each.prompt, *made[index])
+        with torch.inference_mode():
+            whole = model(input_ids=torch.tensor([sequence]), use_cache=False).logits[0].log_softmax(-1)
+        expected = list(zip(sequence[1:], whole, strict=False))
+        num_prompt = len(each.prompt) - 1
+        assert len(logprobs[index]) == (len(made[index]) if index else 0)
+        assert len(of_prompts.get(index, ())) == (num_prompt if index in (1, 3) else 0)
+        for found, (token, row) in [
+            *zip(of_prompts.get(index, ()), expected[:num_prompt], strict=False),
+            *zip(logprobs[index], expected[num_prompt:], strict=False),
+        ]:
+            assert found.value == pytest.approx(float(row[token]), abs=1e-4)
+            assert found.value <= found.top[0][1]
+            for other, value in found.top:
+                assert value == pytest.approx(float(row[other]), abs=1e-4)
+        if each.sampling.temperature:  # transformers' own loop samples other tokens
             alone, mixed = RowDecoder(model, num_rows=1, num_positions=128, end_ids=(), graphs=False), made[index]
             starts[index], made[index] = dataclasses.replace(each, row=0), []
             start(alone, index)
@@ -280,7 +315,7 @@ def test_a_rank_that_dies_while_nobody_asks_is_named(tmp_path: Path) -> None:
 
 def test_an_error_of_the_model_reaches_everyone() -> None:
     class BrokenRows(FakeRows):
-        def run(self, plan: RowsPlan) -> list[list[int]]:
+        def run(self, plan: RowsPlan) -> RowsMade:
             raise MemoryError("no room for 3 GB")
 
     limits = dataclasses.replace(LIMITS, num_ranks=1)
@@ -408,7 +443,7 @@ def served(tokenizer: Any, rows: type[FakeRows] = FakeRows, **limits: int) -> It
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 REFUSED: dict[str, tuple[str, Any, int, str]] = {
-    "n": ("completions", {"prompt": "a", "n": 2}, 400, "n (2): Input should be 1"),
+    "n": ("completions", {"prompt": "a", "n": 129}, 400, "n (129): Input should be less than or equal to 128"),
     "temperature": ("completions", {"prompt": "a", "temperature": 2.5}, 400, "temperature (2.5): Input should be less"),
     "top_p": ("completions", {"prompt": "a", "top_p": 0}, 400, "top_p (0): Input should be greater than 0"),
     "messages": ("chat/completions", {"messages": []}, 400, "messages ([]): List should have at least 1"),
@@ -416,7 +451,7 @@ REFUSED: dict[str, tuple[str, Any, int, str]] = {
         "completions",
         {"prompt": "a", "max_tokens": 0},
         400,
-        "max_tokens (0): Input should be greater than",
+        "max_tokens (0) must be at least 1 without echo",
     ),
     "positions": ("completions", {"prompt": "a", "max_tokens": 96}, 400, "the most for this prompt is 95"),
     "long": ("completions", {"prompt": [1] * 25}, 400, "the prompt has 25 tokens, the limit is 24"),
@@ -428,31 +463,70 @@ REFUSED: dict[str, tuple[str, Any, int, str]] = {
     "flags": ("completions", {"prompt": [True]}, 400, "prompt ([True]): must be a text, token ids, or a list of"),
     "missing": ("completions", {}, 400, "prompt is missing"),
     "ids": ("completions", {"prompt": [300]}, 400, "the prompt has token 300, tokens are in [0, 256)"),
-    "unknown": ("completions", {"prompt": "a", "top_k": 3}, 400, "top_k (3): Extra inputs are not permitted"),
+    "choices": (
+        "completions",
+        {"prompt": ["a"] * 10, "n": 101},
+        400,
+        "10 prompts with n (101) choices each, the limit",
+    ),
+    "best_of": ("completions", {"prompt": "a", "best_of": 3}, 400, "best_of (3) must be n (1)"),
+    "unknown": ("completions", {"prompt": "a", "top_kk": 3}, 400, "top_kk (3): Extra inputs are not permitted"),
+    "unserved": (
+        "completions",
+        {"prompt": "a", "suffix": "x"},
+        400,
+        "suffix ('x') is not served, it may be \"\" or null",
+    ),
+    "bias": (
+        "completions",
+        {"prompt": "a", "logit_bias": {"256": 1}},
+        400,
+        "logit_bias has token 256, tokens are in [0",
+    ),
+    "biases": ("completions", {"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias.x"),
+    "stop ids": (
+        "completions",
+        {"prompt": "a", "stop_token_ids": [-1]},
+        400,
+        "stop_token_ids has token -1, tokens are",
+    ),
+    "top_logprobs": ("chat/completions", CHAT | {"top_logprobs": 2}, 400, "top_logprobs (2) needs logprobs to be true"),
+    "stream": (
+        "completions",
+        {"prompt": "a", "prompt_logprobs": 1, "stream": True},
+        400,
+        "prompt_logprobs are not served in a stream",
+    ),
+    "template": (
+        "chat/completions",
+        CHAT | {"chat_template_kwargs": {"tokenize": 1}},
+        400,
+        "chat_template_kwargs.tokenize is none of the template's own",
+    ),
     "penalty": (
         "completions",
-        {"prompt": "a", "presence_penalty": 0.5},
+        {"prompt": "a", "presence_penalty": 2.5},
         400,
-        "presence_penalty (0.5): Input should be",
+        "presence_penalty (2.5): Input should be",
     ),
-    "logprobs": ("completions", {"prompt": "a", "logprobs": 5}, 400, "logprobs (5): Input should be None"),
+    "logprobs": ("completions", {"prompt": "a", "logprobs": 21}, 400, "logprobs (21): Input should be less than"),
     "stops": ("completions", {"prompt": "a", "stop": ["x"] * 17}, 400, "]): List should have at most 16 items"),
     "model": ("completions", {"prompt": "a", "model": "gpt"}, 404, "model ('gpt') is not served here, 'fake' is"),
     "surrogate": ("completions", {"prompt": "a\ud800"}, 400, r"'prompt' holds '\ud800', half of a character"),
     "surrogate name": ("completions", {"prompt": "a", "\udc00": 1}, 400, r"'\udc00' holds '\udc00', half of a"),
-    "fields": ("completions", {str(index): 0 for index in range(65)}, 400, "has 65 fields, the limit is 64"),
+    "fields": ("completions", {str(index): 0 for index in range(2049)}, 400, "has 2049 fields, the limit is 2048"),
     "chat template": ("chat/completions", CHAT, 400, "model 'fake' has no chat template; use /v1/completions"),
     "content": (
         "chat/completions",
         {"messages": [{"role": "user", "content": None}]},
         400,
-        "messages.0.content (None): Input should be a valid string or Input should be a valid list",
+        "messages.0 ({'role': 'user', 'content': None}): content (None) of role 'user' must be a text or a list",
     ),
     "schema": (
         "chat/completions",
         CHAT | {"response_format": {"type": "json_schema", "json_schema": {}}},
         400,
-        "response_format.type ('json_schema'): Input should be 'text'",
+        "response_format ({'type': 'json_schema', 'json_schema': {}}) is not served, it may be",
     ),
     "image": (
         "chat/completions",
@@ -500,15 +574,107 @@ def test_errors_have_openais_shape_name_value_and_limit_and_are_counted(tokenize
             assert f"ep_moe_requests_total{{{labels}}} {count}.0" in found
 
 
+TEMPLATE = "{% for message in messages %}{{ message.content }}{{ message.reasoning_content }}{% endfor %}{{ mark }}"
+
+
+def test_what_asks_for_nothing_changes_nothing(tokenizer: Any) -> None:
+    """Null and neutral values of all that OpenAI, vLLM and SGLang document."""
+    neutral = {
+        "completions": {"n": 1, "best_of": 1, "echo": False, "logit_bias": {}, "top_k": -1, "repetition_penalty": 1.0},
+        "chat/completions": {"n": 1, "logprobs": False, "top_logprobs": 0, "chat_template_kwargs": {}, "top_k": 0},
+    }
+    with served(tokenizer) as (client, _), mock.patch.object(tokenizer, "chat_template", TEMPLATE):
+        for path, more in neutral.items():
+            asked = CHAT | {"max_tokens": 9} if "chat" in path else {"prompt": "ab", "max_tokens": 9}
+            plain = client.post(f"/v1/{path}", json=asked).json()["choices"]
+            kind = ChatRequest if "chat" in path else CompletionRequest
+            nulls = dict.fromkeys({*kind.model_fields, *NEUTRAL, *UNUSED} - asked.keys())
+            bodies = [asked | nulls, asked | more, asked | dict.fromkeys(UNUSED, "x") | {"metadata": {"a": "b"}}]
+            bodies += [asked | {name: value} for name, values in NEUTRAL.items() for value in values]
+            for body in bodies:
+                answer = client.post(f"/v1/{path}", json=body)
+                assert answer.status_code == 200, (body, answer.text)
+                assert answer.json()["choices"] == plain
+        before = {"role": "assistant", "content": None, "refusal": None, "tool_calls": None, "reasoning_content": "so "}
+        turns = {"messages": [before, *CHAT["messages"]], "max_tokens": 9, "chat_template_kwargs": {"mark": "!"}}
+        said = client.post("/v1/chat/completions", json=turns).json()
+        assert said["usage"]["prompt_tokens"] == len("so hi!")
+        tokens = client.post("/tokenize", json={"messages": turns["messages"]}).json()
+        assert (tokens["count"], bytes(tokens["tokens"])) == (5, b"so hi")
+
+
+def test_logprobs_echo_and_several_choices(tokenizer: Any) -> None:
+    """OpenAI's objects, whole and in streams, with what the fake ranks' model says."""
+    made = continuation(Generation(prompt=tuple(b"ab"), max_new_tokens=5))
+    body = {"prompt": "ab", "max_tokens": 5, "temperature": 0, "logprobs": 2, "echo": True, "n": 2, "ignore_eos": True}
+
+    def text(token: int) -> str:
+        return str(tokenizer.decode([token]))
+
+    with served(tokenizer) as (client, _):
+        answer = client.post("/v1/completions", json=body | {"prompt_logprobs": 1}).json()
+        assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 10, "total_tokens": 12}
+        for index, choice in enumerate(answer["choices"]):
+            assert (choice["index"], choice["text"][:2]) == (index, "ab")
+            found, texts = choice["logprobs"], [text(token) for token in [*b"ab", *made]]
+            assert found["tokens"] == texts
+            assert found["text_offset"] == [sum(map(len, texts[:place])) for place in range(7)]
+            assert found["token_logprobs"] == [None, *(-token / 8 for token in [98, *made])]
+            assert found["top_logprobs"][0] is None
+            assert found["top_logprobs"][1] == {"b": -98 / 8, "c": -1 / 8}  # one, as of prompt_logprobs
+            likely = {text(made[0]): -made[0] / 8, text(made[0] + 1): -1 / 8, text(made[0] + 2): -2 / 8}
+            assert found["top_logprobs"][2] == likely
+            ranked = {"99": {"logprob": -1 / 8, "rank": 1, "decoded_token": "c"}}
+            ranked["98"] = {"logprob": -98 / 8, "rank": 5, "decoded_token": "b"}
+            assert choice["prompt_logprobs"] == [None, ranked]
+        streamed = client.post("/v1/completions", json=body | {"stream": True, "prompt_logprobs": None}).text
+        parts = [json.loads(line[6:])["choices"][0] for line in streamed.split("\n\n")[:-2]]
+        for index in range(2):
+            mine = [part for part in parts if part["index"] == index]
+            whole = answer["choices"][index]
+            assert "".join(part["text"] for part in mine) == whole["text"]
+            for key in ("tokens", "token_logprobs", "text_offset"):
+                assert [each for part in mine for each in part["logprobs"][key]] == whole["logprobs"][key]
+        scored = client.post("/v1/completions", json=body | {"max_tokens": 0, "prompt": list(b"ab"), "n": 1}).json()
+        assert scored["choices"][0]["text"] == "ab"
+        assert scored["choices"][0]["logprobs"]["token_logprobs"] == [None, -98 / 8]
+        assert scored["usage"]["completion_tokens"] == 0
+        with mock.patch.object(tokenizer, "chat_template", TEMPLATE):
+            asked = CHAT | {"max_tokens": 3, "logprobs": True, "top_logprobs": 1, "n": 2, "stop_token_ids": [5]}
+            chat = client.post("/v1/chat/completions", json=asked).json()
+            for choice in chat["choices"]:
+                first = choice["logprobs"]["content"][0]
+                token = continuation(Generation(prompt=tuple(b"hi"), max_new_tokens=1))[0]
+                assert (first["token"], first["logprob"], first["bytes"]) == (
+                    text(token),
+                    -token / 8,
+                    [*text(token).encode()],
+                )
+                assert [each["logprob"] for each in first["top_logprobs"]] == [-1 / 8]
+
+
+def test_tokens_version_and_health(tokenizer: Any) -> None:
+    with served(tokenizer) as (client, _):
+        found = client.post("/tokenize", json={"prompt": "ab\u20ac", "return_token_strs": True}).json()
+        assert (found["count"], found["tokens"], len(found["token_strs"])) == (5, [*"ab\u20ac".encode()], 5)
+        assert found["max_model_len"] == 96
+        assert client.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "ab\u20ac"}
+        refused = client.post("/detokenize", json={"tokens": [256]}).json()["error"]
+        assert (refused["param"], refused["message"]) == ("tokens", "tokens has token 256, tokens are in [0, 256)")
+        assert client.get("/version").json() == {"version": importlib.metadata.version("ep-moe")}
+        head = client.head("/health")
+        assert (head.status_code, head.content) == (200, b"")
+
+
 class OneBroken(FakeRows):
     """Logits that are not finite for the sequences that begin with token 66."""
 
-    def run(self, plan: RowsPlan) -> list[list[int]]:
+    def run(self, plan: RowsPlan) -> RowsMade:
         """See `RowDecoder.run`."""
         made = super().run(plan)
         for place, start in enumerate(plan.starts[0]):
             if start.prompt[0] == 66:
-                made[0][place] = BROKEN
+                made.tokens[0][place] = BROKEN
                 self._live.pop(start.row, None)
         return made
 
@@ -672,7 +838,7 @@ def test_a_full_queue_is_told(tokenizer: Any) -> None:
     gate = threading.Event()
 
     class SlowRows(FakeRows):
-        def run(self, plan: RowsPlan) -> list[list[int]]:
+        def run(self, plan: RowsPlan) -> RowsMade:
             gate.wait(20)
             return super().run(plan)
 

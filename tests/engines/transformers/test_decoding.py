@@ -1,6 +1,7 @@
 """Generation by passes of fixed shapes gives the tokens of transformers' own loop; on a CPU the passes run eagerly."""
 
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -13,7 +14,16 @@ from unittest import mock
 import pytest
 import torch
 from helpers.decoding import MODELS, TEXTS, by_passes, by_transformers, captured_on_a_cpu, prompts_of, sharded_model
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from ep_moe.app.start import SHIPPED_MODEL
 from ep_moe.config import GroupConfig, Layout
@@ -28,8 +38,8 @@ from ep_moe.engines.transformers.decoding import (
 )
 from ep_moe.engines.transformers.decoding.attention import attend
 from ep_moe.engines.transformers.decoding.fixed_cache import FixedCache, windows_of
-from ep_moe.engines.transformers.decoding.passes import RowStart
-from ep_moe.engines.transformers.decoding.sequences import BROKEN, Sequences, sample, uniform
+from ep_moe.engines.transformers.decoding.passes import RowStart, Sampling
+from ep_moe.engines.transformers.decoding.sequences import BROKEN, NONE, Sequences, sample, uniform
 from ep_moe.group import EPGroup
 from ep_moe.launch import RankFailedError, launch
 from ep_moe.quant import get_scheme
@@ -156,16 +166,85 @@ def test_uniform_numbers() -> None:
 def test_samples_follow_their_probabilities() -> None:
     logits = torch.tensor([0.5, 0.1, 0.3, 0.1]).log().expand(4000, 4)
     ones, numbers = torch.ones(4000), uniform(torch.zeros(4000, dtype=torch.int64), torch.arange(4000))
-    shares = sample(logits, ones, ones, numbers).bincount(minlength=4) / 4000
+    every = torch.full((4000,), 4)
+
+    def drawn(logits: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+        return sample(logits, temperature, top_p, every, ones * 0, numbers)
+
+    shares = drawn(logits, ones, ones).bincount(minlength=4) / 4000
     assert (shares - torch.tensor([0.5, 0.1, 0.3, 0.1])).abs().max() < 0.03
-    shares = sample(logits, ones, ones * 0.7, numbers).bincount(minlength=4) / 4000
+    shares = drawn(logits, ones, ones * 0.7).bincount(minlength=4) / 4000
     assert (shares - torch.tensor([0.625, 0, 0.375, 0])).abs().max() < 0.03
-    assert sample(logits, ones, ones * 0.5, numbers).unique().tolist() == [0]
-    shares = sample(logits, ones / 2, ones, numbers).bincount(minlength=4) / 4000
+    assert drawn(logits, ones, ones * 0.5).unique().tolist() == [0]
+    shares = drawn(logits, ones / 2, ones).bincount(minlength=4) / 4000
     assert (shares - torch.tensor([25, 1, 9, 1]) / 36).abs().max() < 0.03
-    assert sample(logits * float("nan"), ones, ones, numbers).max() < 4
+    assert drawn(logits * float("nan"), ones, ones).max() < 4
     for tiny in (1e-30, 1e-38, 1e-40, 1e-45):  # down to the least float32, where a quotient of logits overflows
-        assert sample(logits * 200 + 1000, ones * tiny, ones, numbers).unique().tolist() == [0]
+        assert drawn(logits * 200 + 1000, ones * tiny, ones).unique().tolist() == [0]
+
+
+def test_tokens_left_to_a_sample_are_those_of_transformers() -> None:
+    """min_p, then top_k, then top_p, each on what the one before has left."""
+    logits = torch.randn(1, 40) * 2
+    for temperature, top_p, top_k, min_p in itertools.product(
+        (0.7, 1.5), (0.3, 0.9, 1.0), (1, 7, 40), (0.0, 0.05, 1.0)
+    ):
+        warpers: list[Any] = [TemperatureLogitsWarper(temperature)]
+        warpers += [MinPLogitsWarper(min_p)] if min_p else []
+        warpers += [TopKLogitsWarper(top_k), TopPLogitsWarper(top_p)]
+        expected = LogitsProcessorList(warpers)(torch.zeros(1, 0), logits).softmax(-1)[0]
+        count = 2000
+        numbers = (torch.arange(count) + 0.5) / count
+        every = [torch.full((count,), float(value)) for value in (temperature, top_p, min_p)]
+        tokens = sample(logits.expand(count, -1), *every[:2], torch.full((count,), top_k), every[2], numbers)
+        shares = tokens.bincount(minlength=40) / count
+        assert (shares - expected).abs().max() < 2 / count, (temperature, top_p, top_k, min_p)
+
+
+def test_logits_are_adjusted_as_transformers_and_openai_define_it() -> None:
+    vocab, prompt, biased = 12, (3, 5, 3), Sampling(
+        repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.25, logit_bias=((7, 4.0), (8, -100.0)),
+        min_tokens=3, stop_ids=(9,), logprobs=4,
+    )  # fmt: skip
+    plain = Sampling(seed=1)
+    sequences, single = (Sequences(3, 4, torch.device("cpu")) for _ in range(2))
+    starts = [
+        RowStart(row=row, prompt=prompt, max_new_tokens=9, sampling=each) for row, each in enumerate((biased, plain))
+    ]
+    for each in (sequences, single):
+        each.end_all((2,))
+    sequences.begin(starts, vocab)
+    single.begin([dataclasses.replace(starts[1], row=0)], vocab)
+    new: list[int] = []
+    for step in range(4):
+        logits = torch.randn(2, vocab) * 3
+        logits[0, (2, 9)[step % 2]] += 20  # an end token, banned for three steps
+        sequences.advance(logits, sampled=True, adjusted=True)
+        single.advance(logits[1:], sampled=True)
+        wanted = RepetitionPenaltyLogitsProcessor(1.5)(torch.tensor([[*prompt, *new]]), logits[:1])[0]
+        counts = torch.tensor([new.count(token) for token in range(vocab)])
+        wanted = wanted - 0.25 * counts - 0.5 * (counts > 0)
+        wanted[7], wanted[8] = wanted[7] + 4, wanted[8] - 100
+        if step < 3:
+            wanted[[2, 9]] = float("-inf")
+        new.append(int(wanted.argmax()))
+        assert sequences.made[step].tolist() == [new[-1], int(single.made[step, 0]), NONE]
+        assert sequences.adjustments is not None
+        found = sequences.adjustments.read(step + 1, {0: 4})[0][step]
+        raw = logits[0].log_softmax(0)
+        assert found.value == pytest.approx(float(raw[new[-1]]), abs=1e-6)
+        assert found.rank == int((raw > raw[new[-1]]).sum()) + 1
+        assert found.top == tuple((int(token), float(raw[token])) for token in raw.argsort(descending=True)[:4])
+    assert new[-1] in (2, 9)
+    assert sequences.live.tolist() == [False, True, False]
+    assert single.adjustments is None
+    again = dataclasses.replace(starts[0], sampling=Sampling(logprobs=0, ignore_end=True))
+    sequences.begin([again], vocab)  # nothing of the sequence before is left
+    sequences.step.zero_()
+    logits = torch.randn(1, vocab)
+    logits[0, 2] += 30
+    sequences.advance(logits, sampled=False, adjusted=True)
+    assert (int(sequences.made[0, 0]), bool(sequences.live[0])) == (2, True)
 
 
 def test_rows_that_are_not_live_keep_still() -> None:
@@ -173,7 +252,7 @@ def test_rows_that_are_not_live_keep_still() -> None:
     sequences.live[:] = torch.tensor([True, False, True, False])
     sequences.greedy[0] = False
     sequences.left[:] = torch.tensor([2, 0, 5, 9])
-    sequences.end_ids[0] = 1
+    sequences.end_ids[:, 0] = 1
     assert sequences.num_tokens(4).tolist() == [3]
     logits = torch.nn.functional.one_hot(torch.tensor([3, 3, 1, 2]), 5).float()
     logits[1] = float("nan")
@@ -187,7 +266,7 @@ def test_rows_that_are_not_live_keep_still() -> None:
     assert sequences.num_tokens(2).tolist() == [0]
     assert sequences.made.tolist() == [[3, -1, 1, -1], [BROKEN, -1, -1, -1], [-1] * 4]
     assert sequences.tokens.tolist() == [3, 0, 1, 0]  # still tokens of the embedding
-    sequences.begin([RowStart(row=row, prompt=(1,) * 5, max_new_tokens=2) for row in range(2)])
+    sequences.begin([RowStart(row=row, prompt=(1,) * 5, max_new_tokens=2) for row in range(2)], 5)
     sequences.step.zero_()
     sequences.advance(torch.full((2, 5), float("nan")).index_fill_(0, torch.tensor([1]), 1.0), sampled=False)
     assert sequences.made[0, :2].tolist() == [BROKEN, 0]

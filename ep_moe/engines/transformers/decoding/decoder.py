@@ -17,13 +17,17 @@ import torch
 
 from ep_moe.engines.common.model import warm_up
 from ep_moe.engines.transformers.architectures import num_topk_of
+from ep_moe.engines.transformers.decoding.adjust import MOST_PROMPT_LOGITS, prompt_logprobs
 from ep_moe.engines.transformers.decoding.attention import grouped_attention
 from ep_moe.engines.transformers.decoding.finite import check_finite, first_not_finite
 from ep_moe.engines.transformers.decoding.fixed_cache import FixedCache, windows_of
 from ep_moe.engines.transformers.decoding.options import GenerationOptions, check_prompts
 from ep_moe.engines.transformers.decoding.passes import (
+    Logprob,
+    RowsMade,
     RowsPlan,
     RowStart,
+    Sampling,
     Shape,
     bucket_of,
     capture,
@@ -239,14 +243,19 @@ class Decoder:
             warm_up(self._layers, num_topk, padded=True)
         return True
 
-    def start(self, model: Model, starts: Sequence[RowStart]) -> None:
+    def start(self, model: Model, starts: Sequence[RowStart]) -> torch.Tensor | None:
         """Prefill sequences in consecutive rows and choose their first tokens, which `read(1, rows)` returns; without
-        starts, take part in the prefill of other ranks. Collective, no host sync on a transport that has none."""
+        starts, take part in the prefill of other ranks.
+
+        Returns: [B, P, V] logits of the prompts, padded on the left, if one asks for the log-probabilities of its
+            prompt.
+        Collective, no host sync on a transport that has none.
+        """
         session, device = self._session, self._session.group.device
         if not starts:
             with session.sitting_out():
                 model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False)
-            return
+            return None
         first, count = starts[0].row, len(starts)
         sizes = [len(start.prompt) for start in starts]
         longest = max(sizes)
@@ -256,11 +265,12 @@ class Decoder:
             lengths = torch.tensor(sizes, device="cpu").to(device, non_blocking=True)
             positions = positions - (longest - lengths[:, None])
             positions, mask = positions.clamp(min=0), (positions >= 0).long()
-        sampled = any(start.temperature > 0 for start in starts)
+        sampled = any(start.sampling.temperature > 0 for start in starts)
+        whole = any(start.sampling.prompt_logprobs is not None for start in starts)
         capacity = pass_shape(count, longest + 1, sampled).capacity
         self._cache.clear(first, count)  # of an earlier sequence
         self._cache.begin_prefill(first, count, capacity, lengths)
-        keep: dict[str, Any] = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+        keep: dict[str, Any] = {} if whole or not model._supports_logits_to_keep() else {"logits_to_keep": 1}
         output = model(
             input_ids=torch.tensor(padded, device="cpu").to(device, non_blocking=True),
             attention_mask=mask,
@@ -269,9 +279,11 @@ class Decoder:
             **{_cache_name(model.__class__): self._cache},
             **keep,
         )
-        self.sequences.begin(starts)
+        self.sequences.begin(starts, output.logits.shape[-1])
         self.sequences.step.zero_()
-        self.sequences.advance(output.logits[:, -1], sampled=sampled, first=first)
+        adjusted = any(start.sampling.adjusted for start in starts)
+        self.sequences.advance(output.logits[:, -1], sampled=sampled, adjusted=adjusted, first=first)
+        return output.logits if whole else None
 
     def decode(self, model: Model, passes: int, shape: Shape) -> torch.Tensor:
         """Run passes, replayed if they are captured; returns their tokens as `read` does. Collective, host sync."""
@@ -295,7 +307,7 @@ class Decoder:
                 use_cache=True,
                 **{_cache_name(model.__class__): cache},
             )
-        sequences.advance(output.logits[:, -1], sampled=shape.sampled)
+        sequences.advance(output.logits[:, -1], sampled=shape.sampled, adjusted=shape.adjusted)
 
     def _live_experts(self, live: torch.Tensor, num_tokens: torch.Tensor) -> DecodeExperts:
         """Computes experts for the live rows of one pass; other rows go to no expert, and their results are zero.
@@ -368,9 +380,7 @@ def _starts_of(prompts: torch.Tensor, mask: torch.Tensor | None, options: Genera
             row=row,
             prompt=tuple(tokens[num_columns - length :]),
             max_new_tokens=options.max_new_tokens,
-            temperature=options.temperature,
-            top_p=options.top_p,
-            seed=seed,
+            sampling=Sampling(temperature=options.temperature, top_p=options.top_p, seed=seed),
         )
         for row, (tokens, length, seed) in enumerate(
             zip(prompts.tolist(), lengths, options.seeds_of(num_rows), strict=True)
@@ -401,38 +411,60 @@ class RowDecoder:
             session.decoder.destroy()
         self._decoder = session.decoder = Decoder(model, graphs=graphs)
         self._captured: set[tuple[int, Shape]] = set()  # (rank, shape), equal on all ranks
+        self._wanted: dict[int, int] = {}  # row -> likeliest tokens with each log-probability
         self._decoder.prepare(num_rows, num_positions, sampled=True)
         self._decoder.make_transport(model, num_rows)
         self._decoder.sequences.end_all(end_ids)
         everywhere = session.group.num_ranks
-        first = RowStart(row=0, prompt=(0,), max_new_tokens=2)
+        first = RowStart(row=0, prompt=(0,), max_new_tokens=2, sampling=Sampling(logprobs=0))
         with first_not_finite(model) as name:  # allocates and compiles
-            tokens = self.run(RowsPlan(ended=((),) * everywhere, starts=((first,),) * everywhere))
-        check_finite(torch.tensor(tokens, device="cpu"), name)
+            made = self.run(RowsPlan(ended=((),) * everywhere, starts=((first,),) * everywhere))
+        check_finite(torch.tensor(made.tokens, device="cpu"), name)
+        vocab_size, device = model.get_input_embeddings().weight.shape[0], session.group.device
+        most = min(session.transport.config.max_tokens_per_rank * vocab_size, MOST_PROMPT_LOGITS)
+        torch.empty(most, dtype=model.dtype, device=device)  # the allocator keeps it for the logits of prompts
         shapes = (pass_shape(1, 1, False),) * everywhere
         self.run(RowsPlan(ended=((),) * everywhere, starts=((),) * everywhere, passes=1, shapes=shapes))
 
     @torch.inference_mode()
-    def run(self, plan: RowsPlan) -> list[list[int]]:
-        """Carry out this rank's part of a plan.
-
-        Returns: tokens [passes][row] of the rows up to the bucket's size, NONE where a row has none, BROKEN where its
-        logits are not finite, which ends it; of a plan with starts one list of the first token of each start.
-        Collective, host sync.
-        """
+    def run(self, plan: RowsPlan) -> RowsMade:
+        """Carry out this rank's part of a plan. Collective, host sync."""
         rank, decoder, model = self._session.group.rank, self._decoder, self._model
         live = decoder.sequences.live
         if plan.ended[rank]:
             live[torch.tensor(plan.ended[rank], device=live.device)] = False
         if any(plan.starts):
-            decoder.start(model, plan.starts[rank])
-            self._session.transport.check()
-            made = decoder.read(1, self._num_rows)[0].tolist()
-            return [[made[start.row] for start in plan.starts[rank]]]
+            return self._start(plan.starts[rank])
         if not plan.passes:
-            return []
+            return RowsMade(tokens=[])
         wanted = set(enumerate(plan.shapes))
         if decoder.graphs and not wanted <= self._captured:
             decoder.capture_pass(model, plan.shapes[rank])
             self._captured |= wanted
-        return decoder.decode(model, plan.passes, plan.shapes[rank]).tolist()
+        shape = plan.shapes[rank]
+        tokens = decoder.decode(model, plan.passes, shape).tolist()
+        return RowsMade(tokens=tokens, logprobs=self._logprobs(plan.passes) if shape.adjusted else {})
+
+    def _start(self, starts: Sequence[RowStart]) -> RowsMade:
+        logits = self._decoder.start(self._model, starts)
+        self._session.transport.check()
+        made = self._decoder.read(1, self._num_rows)[0].tolist()
+        for start in starts:
+            self._wanted.pop(start.row, None)
+            if start.sampling.logprobs is not None:
+                self._wanted[start.row] = start.sampling.logprobs
+        prompts = {}
+        for index, start in enumerate(starts):
+            if start.sampling.prompt_logprobs is not None:
+                assert logits is not None
+                mine = logits[index, logits.shape[1] - len(start.prompt) :]
+                prompts[index] = prompt_logprobs(mine, start.prompt, start.sampling.prompt_logprobs)
+        found = self._logprobs(1) if any(start.row in self._wanted for start in starts) else {}
+        first = {index: found[start.row] for index, start in enumerate(starts) if start.row in found}
+        return RowsMade(tokens=[[made[start.row] for start in starts]], logprobs=first, prompts=prompts)
+
+    def _logprobs(self, passes: int) -> dict[int, list[Logprob]]:
+        """Those of the last passes, of each row that asked for them."""
+        adjustments = self._decoder.sequences.adjustments
+        assert adjustments is not None
+        return adjustments.read(passes, self._wanted)

@@ -15,16 +15,19 @@ LEAST_CAPACITY = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """The key of a captured pass: rows of its bucket, capacity in positions, and whether it samples."""
+    """The key of a captured pass: rows of its bucket, capacity in positions, whether it samples, and whether it also
+    adjusts logits and keeps log-probabilities."""
 
     rows: int
     capacity: int
     sampled: bool
+    adjusted: bool = False
 
 
-def pass_shape(num_rows: int, num_positions: int, sampled: bool) -> Shape:
+def pass_shape(num_rows: int, num_positions: int, sampled: bool, adjusted: bool = False) -> Shape:
     """The shape of decode passes for the first rows of a rank, 0 or more, up to a number of positions. Local."""
-    return Shape(rows=bucket_of(num_rows), capacity=bucket_of(num_positions, LEAST_CAPACITY), sampled=sampled)
+    capacity = bucket_of(num_positions, LEAST_CAPACITY)
+    return Shape(rows=bucket_of(num_rows), capacity=capacity, sampled=sampled, adjusted=adjusted)
 
 
 def bucket_of(number: int, least: int = 1) -> int:
@@ -33,20 +36,91 @@ def bucket_of(number: int, least: int = 1) -> int:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How the tokens of a sequence are chosen, and what is returned besides.
+
+    Logits are adjusted first: penalties, `logit_bias`, `min_tokens`. Then they are divided by the temperature, and a
+    token is drawn among those that `min_p`, `top_k` and `top_p` leave, in this order, each on the probabilities that
+    the one before has left.
+
+    Args:
+        temperature: 0 takes the likeliest token. top_p: in (0, 1]; the likeliest tokens that together reach it.
+        top_k: so many of the likeliest tokens; 0 for all. min_p: in [0, 1]; tokens with at least this part of the
+            likeliest one's probability.
+        seed: 64 bits; a drawn token depends on it, the position and the logits alone.
+        repetition_penalty: above 0; the logits of tokens of the prompt and of the continuation are divided by it if
+            they are positive, else multiplied. presence_penalty: subtracted from the logits of tokens of the
+            continuation. frequency_penalty: subtracted as often as they occur there.
+        logit_bias: (token, added to its logit) pairs.
+        min_tokens: before so many new tokens no token ends the sequence. stop_ids: tokens that end it besides the
+            model's own. ignore_end: the model's own do not.
+        logprobs: log-probabilities of each new token and of so many likeliest ones beside it, before any adjustment;
+            None for none. prompt_logprobs: the same of the prompt's tokens.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    stop_ids: tuple[int, ...] = ()
+    ignore_end: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    @property
+    def adjusted(self) -> bool:
+        """Whether passes adjust its logits or keep its log-probabilities."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+        return penalties or bool(self.logit_bias) or self.min_tokens > 0 or self.logprobs is not None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RowStart:
     """A sequence that starts in a row of a rank.
 
     Args:
-        row: its index, in which no sequence runs. prompt: token ids, one or more.
-        max_new_tokens: 1 or more. temperature: 0 takes the likeliest token. top_p: in (0, 1]. seed: of the sampling.
+        row: its index, in which no sequence runs. prompt: token ids, one or more. max_new_tokens: 1 or more.
     """
 
     row: int
     prompt: tuple[int, ...]
     max_new_tokens: int
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
+    sampling: Sampling = Sampling()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Logprob:
+    """Natural logarithms of probabilities at one position, with all tokens of the vocabulary in the sum.
+
+    Args:
+        value: of the token. rank: of the token, 1 for the likeliest. top: (token, logarithm) of the likeliest ones.
+    """
+
+    value: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RowsMade:
+    """What a plan has made on one rank.
+
+    Args:
+        tokens: [passes][row] of the rows up to the bucket's size, NONE for a row without a token, BROKEN for one whose
+            logits are not finite, which ends it; of a plan with starts [1][start].
+        logprobs: of the rows (or starts) that asked for them, of each pass.
+        prompts: of the starts that asked for them, of each token of the prompt but the first.
+    """
+
+    tokens: list[list[int]]
+    logprobs: dict[int, list[Logprob]] = dataclasses.field(default_factory=dict)
+    prompts: dict[int, list[Logprob]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +139,9 @@ class RowsPlan:
     starts: tuple[tuple[RowStart, ...], ...]
     passes: int = 0
     shapes: tuple[Shape, ...] = ()
+
+
+MESSAGES = (RowsPlan, RowStart, Shape, Sampling, RowsMade, Logprob)  # what ranks send to each other
 
 
 def new_pool() -> Any:

@@ -1,0 +1,332 @@
+"""One request of OpenAI's two endpoints: its sequences, and its answer, whole or as a stream of chunks."""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import secrets
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+
+from ep_moe.engines.transformers.decoding.passes import Logprob
+from ep_moe.fields import shown
+from ep_moe.serving.core import Leader
+from ep_moe.serving.metrics import Metrics
+from ep_moe.serving.protocol import ChatRequest, CompletionRequest, TokenizeChatRequest, parse, usage
+from ep_moe.serving.scheduler import LENGTH, MOST_SEED, BadRequestError, Generation
+from ep_moe.serving.text import Piece, TextStream, Tokenizer, stream_texts
+
+COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions; a chat goes on up to the last position
+LEAST_LOGPROB = -9999.0  # in place of minus infinity, which JSON has not; vLLM's number
+_PART = "\ufffd"  # what tokenizers make of a part of a character
+
+
+class UnknownModelError(ValueError):
+    """A request for a model that is not served here."""
+
+    param = "model"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Service:
+    """What the application serves.
+
+    Args:
+        name: of the model, which requests may give. tokenizer: of transformers.
+    """
+
+    leader: Leader
+    tokenizer: Tokenizer
+    name: str
+    metrics: Metrics
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+
+    @functools.cached_property
+    def token_chars(self) -> int:
+        """The most characters that one token stands for."""
+        return max(map(len, self.tokenizer.get_vocab()), default=1)
+
+    def check_model(self, name: str) -> None:
+        """Raise UnknownModelError for the name of another model; "" is any."""
+        if name not in ("", self.name):
+            raise UnknownModelError(f"model ({shown(name)}) is not served here, {self.name!r} is")
+
+    def tokens(self, text: str, *, special: bool = True) -> tuple[int, ...]:
+        """The tokens of a prompt. Errors: BadRequestError for a text that is too long for any.
+
+        Args:
+            special: with the tokens that the tokenizer puts around a text.
+        """
+        tokens = self.leader.limits.longest_prompt
+        most = tokens * self.token_chars
+        if len(text) > most:
+            raise BadRequestError(
+                f"the prompt has {len(text)} characters, {tokens} tokens have {most} at most", "prompt"
+            )
+        return tuple(self.tokenizer(text, add_special_tokens=special)["input_ids"])
+
+    def chat_tokens(self, request: ChatRequest | TokenizeChatRequest) -> tuple[int, ...]:
+        """The tokens of messages by the model's chat template. Errors: BadRequestError."""
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise BadRequestError(f"model {self.name!r} has no chat template; use /v1/completions", "messages")
+        try:
+            text = request.text(self.tokenizer)
+        except Exception as error:  # noqa: BLE001 - a template may do anything with what a client sends
+            what = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+            raise BadRequestError(f"the model's chat template refuses these messages: {what}", "messages") from None
+        return self.tokens(text, special=request.add_special_tokens)
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, special ones included, as it is."""
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """The names that differ between the two endpoints."""
+
+    endpoint: str
+    prefix: str
+    whole: str
+    chunk: str
+    chat: bool
+    parsed: type[CompletionRequest] | type[ChatRequest]
+
+
+_COMPLETION = Kind(
+    endpoint="completions",
+    prefix="cmpl",
+    whole="text_completion",
+    chunk="text_completion",
+    chat=False,
+    parsed=CompletionRequest,
+)
+_CHAT = Kind(
+    endpoint="chat",
+    prefix="chatcmpl",
+    whole="chat.completion",
+    chunk="chat.completion.chunk",
+    chat=True,
+    parsed=ChatRequest,
+)
+KINDS = {"/v1/completions": _COMPLETION, "/v1/chat/completions": _CHAT}
+
+
+class Job:
+    """One request: its sequences, one for each choice, and its answer. Errors: BadRequestError, UnknownModelError."""
+
+    def __init__(self, service: Service, kind: Kind, body: bytearray, start: float) -> None:
+        self._service, self._kind = service, kind
+        self._request: CompletionRequest | ChatRequest = parse(kind.parsed, body)
+        service.check_model(self._request.model)
+        self._start = start
+        self._head = {
+            "id": f"{kind.prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": service.name,
+        }
+        prompts = self._prompts()
+        self._prompt_tokens = sum(map(len, prompts))
+        seed = secrets.randbits(63) if self._request.seed is None else self._request.seed
+        self._choices = [
+            _Choice(service, self._request, prompt, _next_seed(seed, index))
+            for prompt in prompts
+            for index in range(self._request.n)
+        ]
+
+    @property
+    def stream(self) -> bool:
+        """Whether the answer is a stream."""
+        return self._request.stream
+
+    def _prompts(self) -> list[tuple[int, ...]]:
+        request, service = self._request, self._service
+        if isinstance(request, ChatRequest):
+            return [service.chat_tokens(request)]
+        prompts, most = request.prompts, service.leader.limits.max_waiting
+        if not prompts:
+            raise BadRequestError("prompt ([]) must be one or more texts or lists of token ids", "prompt")
+        if len(prompts) * request.n > most:
+            what = f"{len(prompts)} prompts" + (f" with n ({request.n}) choices each" if request.n > 1 else "")
+            raise BadRequestError(f"prompt has {what}, the limit is {most} (max_waiting)", "prompt")
+        return [
+            service.tokens(prompt, special=request.add_special_tokens) if isinstance(prompt, str) else tuple(prompt)
+            for prompt in prompts
+        ]
+
+    async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
+        """(choice, piece) pairs of all sequences, as they come."""
+        service, first, counts = self._service, True, [0] * len(self._choices)
+        found = stream_texts(
+            service.leader,
+            [choice.generation for choice in self._choices],
+            [choice.text for choice in self._choices],
+        )
+        async with contextlib.aclosing(found):
+            async for index, piece in found:
+                if first:
+                    first = False
+                    service.metrics.first_token.observe(time.perf_counter() - self._start)
+                    service.metrics.prompt_tokens.inc(self._prompt_tokens)
+                service.metrics.generated_tokens.inc(piece.num_tokens - counts[index])
+                counts[index] = piece.num_tokens
+                yield index, piece
+        service.metrics.request_secs.observe(time.perf_counter() - self._start)
+
+    def _usage(self) -> dict[str, int]:
+        return usage(self._prompt_tokens, sum(choice.num_tokens for choice in self._choices))
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer of a request without a stream."""
+        parts: list[list[dict[str, Any]]] = [[] for _ in self._choices]
+        async for index, piece in self.pieces():
+            parts[index].append(self._choices[index].part(piece))
+        choices = []
+        for index, found in enumerate(parts):
+            text = "".join(part["text"] for part in found)
+            content = {"message": {"role": "assistant", "content": text}} if self._kind.chat else {"text": text}
+            more = {key: part[key] for part in found for key in ("prompt_logprobs",) if key in part}
+            last = found[-1]["finish_reason"]
+            joined = _joined([part["logprobs"] for part in found])
+            choices.append({"index": index, "logprobs": joined, "finish_reason": last} | content | more)
+        answer = self._head | {"object": self._kind.whole, "choices": choices, "usage": self._usage()}
+        if self._kind.chat and "prompt_logprobs" in choices[0]:
+            answer["prompt_logprobs"] = choices[0].pop("prompt_logprobs")
+            for choice in choices[1:]:
+                del choice["prompt_logprobs"]
+        return answer
+
+    async def events(
+        self, first: tuple[int, Piece], pieces: AsyncGenerator[tuple[int, Piece], None]
+    ) -> AsyncIterator[dict[str, Any]]:
+        """The chunks of a stream from its first piece on. Errors: those of the sequences."""
+        if self._kind.chat:
+            for index in range(len(self._choices)):
+                delta = {"role": "assistant", "content": ""}
+                yield self._chunk([{"index": index, "delta": delta, "finish_reason": None}])
+        yield self._part(*first)
+        async for index, piece in pieces:
+            yield self._part(index, piece)
+        if self._request.includes_usage:
+            yield self._chunk([], self._usage())
+
+    def _part(self, index: int, piece: Piece) -> dict[str, Any]:
+        part = self._choices[index].part(piece)
+        if self._kind.chat:
+            part["delta"] = {"content": part.pop("text")}
+        return self._chunk([{"index": index} | part])
+
+    def _chunk(self, choices: list[dict[str, Any]], total: dict[str, int] | None = None) -> dict[str, Any]:
+        more: dict[str, Any] = {"usage": total} if self._request.includes_usage else {}
+        return self._head | {"object": self._kind.chunk, "choices": choices} | more
+
+
+class _Choice:
+    """One sequence of a request, and how its pieces are answered."""
+
+    def __init__(
+        self, service: Service, request: CompletionRequest | ChatRequest, prompt: tuple[int, ...], seed: int
+    ) -> None:
+        self._service, self._request = service, request
+        self._chat = isinstance(request, ChatRequest)
+        self._silent = False  # no new token is wanted: one is made, and not shown
+        most = service.leader.most_new_tokens(prompt)
+        if isinstance(request, ChatRequest):
+            wanted = request.most_tokens
+        else:
+            wanted = min(COMPLETION_TOKENS, most) if request.max_tokens is None else request.max_tokens
+            self._silent = wanted == 0
+            wanted = max(wanted, 1)
+        self.generation = Generation(prompt=prompt, max_new_tokens=wanted, sampling=request.sampling(seed))
+        self.text = TextStream(service.tokenizer, request.stops, () if self._chat else prompt)
+        self.num_tokens = 0
+        self._first = True
+        self._chars = 0  # of the tokens before, for text_offset
+
+    def part(self, piece: Piece) -> dict[str, Any]:
+        """`text`, `logprobs` and `finish_reason` of a piece, and `prompt_logprobs` of the first."""
+        text, logprobs = piece.text, list(piece.logprobs)
+        if self._silent:
+            piece = dataclasses.replace(piece, num_tokens=0, finish=LENGTH)
+            text, logprobs = "", []
+        self.num_tokens = piece.num_tokens
+        first, self._first = self._first, False
+        prompt = self.generation.prompt
+        before: list[tuple[int, Logprob | None]] = []
+        if first and not self._chat and self._request.echo:
+            text = self._service.text_of(prompt).rstrip(_PART) + text
+            before = list(zip(prompt, (None, *piece.prompt_logprobs), strict=False))
+        found: dict[str, Any] = {"text": text, "logprobs": None, "finish_reason": piece.finish or None}
+        if self._request.num_logprobs is not None:
+            found["logprobs"] = self._chat_logprobs(logprobs) if self._chat else self._logprobs([*before, *logprobs])
+        if first and self._request.prompt_logprobs is not None:
+            entries = zip(prompt[1:], piece.prompt_logprobs, strict=True)
+            found["prompt_logprobs"] = [None, *(self._ranked(token, each) for token, each in entries)]
+        return found
+
+    @functools.cached_property
+    def _token_text(self) -> Any:
+        return functools.cache(lambda token: self._service.text_of([token]))
+
+    def _logprobs(self, found: list[tuple[int, Logprob | None]]) -> dict[str, Any]:
+        """OpenAI's object for completions."""
+        texts, offsets = [self._token_text(token) for token, _ in found], []
+        for text in texts:
+            offsets.append(self._chars)
+            self._chars += len(text)
+        top = [
+            each and {self._token_text(other): _finite(value) for other, value in ((token, each.value), *each.top)}
+            for token, each in found
+        ]
+        values = [each and _finite(each.value) for _, each in found]
+        return {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
+
+    def _chat_logprobs(self, found: list[tuple[int, Logprob]]) -> dict[str, Any]:
+        """OpenAI's object for chats."""
+
+        def entry(token: int, value: float) -> dict[str, Any]:
+            text = self._token_text(token)
+            return {"token": text, "logprob": _finite(value), "bytes": list(text.encode())}
+
+        content = [
+            entry(token, each.value) | {"top_logprobs": [entry(*other) for other in each.top]} for token, each in found
+        ]
+        return {"content": content, "refusal": None}
+
+    def _ranked(self, token: int, found: Logprob) -> dict[str, Any]:
+        """vLLM's object for a token of the prompt."""
+        ranks = {other: (value, rank) for rank, (other, value) in enumerate(found.top, 1)}
+        ranks.setdefault(token, (found.value, found.rank))
+        return {
+            str(other): {"logprob": _finite(value), "rank": rank, "decoded_token": self._token_text(other)}
+            for other, (value, rank) in ranks.items()
+        }
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)
+
+
+def _next_seed(seed: int, index: int) -> int:
+    """The seed of a prompt's choice; that of the first is the request's own."""
+    return (seed + index + MOST_SEED) % (2 * MOST_SEED) - MOST_SEED if index else seed
+
+
+def _joined(parts: list[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """The `logprobs` of a whole answer from those of its pieces."""
+    known = [part for part in parts if part is not None]
+    if not known:
+        return None
+    return {
+        key: [each for part in known for each in part[key]] if isinstance(known[0][key], list) else None
+        for key in known[0]
+    }
+
+
+def event(content: dict[str, Any]) -> bytes:
+    """A server-sent event."""
+    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
