@@ -22,6 +22,7 @@ from helpers.processes import EP_MOE, environ, processes_with, ranks_of
 from typer.testing import CliRunner
 
 from ep_moe.app.serve import ServeConfig, bind, serve
+from ep_moe.app.start import SHIPPED_MODEL, SHIPPED_TEXT
 from ep_moe.cli import app
 from ep_moe.config import EngineConfig
 
@@ -142,6 +143,86 @@ def test_stop_strings_and_seeds(server: Server, expected: list[str]) -> None:
     assert first == same != other
     with pytest.raises(openai.BadRequestError, match="refuses these messages: role 'none' is not one of system, "):
         client.chat.completions.create(model="ep-moe", messages=[{"role": "none", "content": "x"}])
+
+
+def test_what_vllms_benchmark_sends(server: Server, expected: list[str]) -> None:
+    """The body of `vllm bench serve` for completions, as its documentation lists it: no end token ends the text."""
+    more = {"repetition_penalty": 1.0, "ignore_eos": True, "top_k": -1, "min_p": 0.0}
+    chunks = list(
+        server.client.completions.create(
+            model="ep-moe",
+            prompt=PROMPTS[0],
+            max_tokens=NEW_TOKENS,
+            temperature=0.0,
+            logprobs=None,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body=more,
+        )
+    )
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == expected[0]
+    assert (chunks[-1].choices, chunks[-1].usage.completion_tokens) == ([], NEW_TOKENS)
+
+
+def test_penalties_and_biases_change_the_answer(server: Server, expected: list[str]) -> None:
+    client, ask = server.client, {"model": "ep-moe", "prompt": PROMPTS[0], "max_tokens": NEW_TOKENS, "temperature": 0}
+    penalized = client.completions.create(**ask, presence_penalty=2, frequency_penalty=2)
+    assert len(set(penalized.choices[0].text)) > len(set(expected[0]))
+    token = ord("z")
+    biased = client.completions.create(**ask, logit_bias={str(token): 100}, logprobs=1, n=2)
+    assert [choice.text for choice in biased.choices] == ["z" * NEW_TOKENS] * 2
+    assert max(biased.choices[0].logprobs.token_logprobs) < -1  # before the bias
+    choice = client.completions.create(**ask, extra_body={"stop_token_ids": [ord(expected[0][5])], "min_tokens": 3})
+    assert choice.choices[0].finish_reason == "stop"
+    assert choice.usage.completion_tokens >= 3
+
+
+@pytest.mark.launchers
+def test_lm_eval_measures_the_loss_of_ep_moe_eval(server: Server, tmp_path: Path) -> None:
+    """A log-likelihood task of lm-eval's `local-completions` on windows of the held-out text."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    window, count = 256, 8
+    text = SHIPPED_TEXT.read_text()
+    # lm-eval moves a space at the end of the context to the target; a token of these windows is a character
+    found = [text[first : first + window] for first in range(0, len(text), 1000) if not text[first].isspace()]
+    windows = [each for each in found if each.isascii()][:count]
+    (tmp_path / "text").write_text("".join(windows))
+    rows = [json.dumps({"context": each[0], "target": each[1:]}) for each in windows]
+    (tmp_path / "windows.jsonl").write_text("\n".join(rows))
+    task = {
+        "task": "windows",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "windows.jsonl")}},
+        "test_split": "test",
+        "output_type": "loglikelihood",
+        "doc_to_text": "{{context}}",
+        "doc_to_target": "{{target}}",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "perplexity"}],
+    }
+    (tmp_path / "windows.yaml").write_text(json.dumps(task))
+    scored = lm_eval.simple_evaluate(
+        "local-completions",
+        model_args={
+            "model": "ep-moe",
+            "base_url": f"{server.client.base_url}completions",
+            "tokenizer": str(SHIPPED_MODEL),
+            "tokenizer_backend": "huggingface",
+            "batch_size": 3,
+        },
+        tasks=["windows"],
+        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+        bootstrap_iters=0,
+    )
+    nats = [sample["filtered_resps"][0][0] for sample in scored["samples"]["windows"]]
+    assert len(nats) == count
+    options = ["--window", str(window), "--text", str(tmp_path / "text"), "--no-whole", "--json", "--device", "cpu"]
+    done = CliRunner().invoke(app, ["eval", *options, "--nproc", "2"], env={"OMP_NUM_THREADS": "1"})
+    assert done.exit_code == 0, done.stderr
+    loss = json.loads(done.stdout)["nats_per_byte"]
+    assert -sum(nats) / (count * (window - 1)) == pytest.approx(loss, abs=1e-4)
 
 
 def test_a_client_that_leaves_frees_its_rows(server: Server, expected: list[str]) -> None:
