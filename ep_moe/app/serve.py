@@ -20,7 +20,9 @@ from ep_moe.environment import LaunchEnv
 from ep_moe.fields import Field, check_fields
 
 _NEEDED = ("fastapi", "jinja2", "prometheus_client", "uvicorn")  # of the extra `serve`
+DRAINED = 143  # exit code of that process after SIGTERM
 FAREWELL_SECS = 4.0  # in which the process that speaks HTTP tells its clients why the server has ended
+KEY = "EP_MOE_API_KEY"
 MOST_PASSES = 16  # of a plan: tokens of so many passes are kept on the device
 
 
@@ -51,6 +53,18 @@ class ServeConfig:
         ),
     ] = None
 
+    drain_secs: Annotated[
+        float,
+        Field(help="On SIGTERM, seconds that running requests have to end; new ones are refused", at_least=0),
+    ] = 10.0
+    api_keys: Annotated[
+        str,
+        Field(help="File with a client's key in each line; EP_MOE_API_KEY has one more; without any, all may ask"),
+    ] = ""
+    allowed_origins: Annotated[
+        str, Field(help="Origins, separated by commas, whose pages may ask the server from a browser; * for all")
+    ] = ""
+
     def __post_init__(self) -> None:
         check_fields(self)
         if self.port > 65535:
@@ -59,6 +73,24 @@ class ServeConfig:
             raise ValueError(f"passes_per_plan ({self.passes_per_plan}) must be at most {MOST_PASSES}")
         if self.max_positions is not None and self.max_positions < 2:
             raise ValueError(f"max_positions ({self.max_positions}) must be at least 2")
+
+    def read_keys(self) -> tuple[str, ...]:
+        """The keys of clients, () if there are none. Errors: ValueError for a file without keys, or unreadable."""
+        keys = [os.environ[KEY]] if os.environ.get(KEY) else []
+        if self.api_keys:
+            try:
+                found = [line.strip() for line in Path(self.api_keys).read_text().splitlines() if line.strip()]
+            except (OSError, ValueError) as error:
+                raise ValueError(f"api_keys ({self.api_keys!r}) cannot be read: {error}") from None
+            if not found:
+                raise ValueError(f"api_keys ({self.api_keys!r}) has no keys")
+            keys += found
+        return tuple(keys)
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """The allowed origins."""
+        return tuple(origin.strip() for origin in self.allowed_origins.split(",") if origin.strip())
 
     def name_of(self, engine: EngineConfig) -> str:
         """The model's name for clients."""
@@ -88,10 +120,12 @@ def serve(engine: EngineConfig, config: ServeConfig) -> dict[str, Any]:
     """Serve until a signal or an error ends it.
 
     The process that speaks HTTP starts before the ranks; under torchrun and Ray, which start them, rank 0 starts it.
-    Errors: ValueError for an unreadable model directory and RuntimeError for missing packages or a port in use, before
-    ranks start; RankFailedError names a lost rank.
+    SIGTERM to the launcher of the ranks drains the server first.
+    Errors: ValueError for an unreadable model directory or file of keys and RuntimeError for missing packages or a port
+    in use, before ranks start; RankFailedError names a lost rank.
     """
     open_model(engine)
+    config.read_keys()
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise RuntimeError(f"ep-moe serve needs {', '.join(missing)}; install: pip install 'ep-moe[serve]'")
@@ -99,17 +133,24 @@ def serve(engine: EngineConfig, config: ServeConfig) -> dict[str, Any]:
     if engine.ray or LaunchEnv.from_environ() is not None:
         return on_ranks(target, engine, config)
     from ep_moe.launch import start_server  # which imports torch
+    from ep_moe.launch.signals import first_sigterm
 
     start_server(PRELOAD if pick_device(engine) == "cpu" else ())
-    with front_end(bind(config.host, config.port), engine, config, "forkserver") as connection:
+    with front_end(bind(config.host, config.port), engine, config, "forkserver") as (connection, process):
         # rank 0 gets a duplicate of the connection from this process when it unpickles these bytes
-        on_ranks(target, engine, config, bytes(ForkingPickler.dumps(connection)))
+        with first_sigterm(process.terminate):
+            on_ranks(target, engine, config, bytes(ForkingPickler.dumps(connection)))
+        process.join(FAREWELL_SECS)
+    if process.exitcode == DRAINED:
+        raise SystemExit(128 + signal.SIGTERM)
     raise RuntimeError("the process that speaks HTTP has ended, its error is on stderr")
 
 
 @contextlib.contextmanager
-def front_end(listener: socket.socket, engine: EngineConfig, config: ServeConfig, start: str) -> Iterator[Connection]:
-    """Run the process that speaks HTTP while the block runs; yields rank 0's end of its connection.
+def front_end(
+    listener: socket.socket, engine: EngineConfig, config: ServeConfig, start: str
+) -> Iterator[tuple[Connection, Any]]:
+    """Run the process that speaks HTTP while the block runs; yields rank 0's end of its connection, and the process.
 
     If the block raises, requests are answered with its error for a moment longer.
 
@@ -126,7 +167,7 @@ def front_end(listener: socket.socket, engine: EngineConfig, config: ServeConfig
     for each in (stderr, listener, theirs):
         each.close()
     try:
-        yield ours
+        yield ours, process
     except Exception as error:
         with contextlib.suppress(OSError):  # it has ended
             ours.send(str(error))

@@ -4,13 +4,14 @@ The front end makes plans and sends them to rank 0, which sends them on to the o
 """
 
 import contextlib
+import signal
 import socket
 import sys
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from ep_moe.app.serve import ServeConfig, bind, front_end
+from ep_moe.app.serve import DRAINED, ServeConfig, bind, front_end
 from ep_moe.app.session import Model, load_expert_parallel, load_tokenizer
 from ep_moe.app.start import model_dir
 from ep_moe.config import EngineConfig
@@ -35,7 +36,8 @@ def serve_rank_main(
         if group.rank == 0:
             sys.stderr.write(f"loading {model_dir(engine)}\n")
             if connection is None:
-                front = ends.enter_context(front_end(bind(config.host, config.port), engine, config, "spawn"))
+                listener = bind(config.host, config.port)
+                front, _ = ends.enter_context(front_end(listener, engine, config, "spawn"))
             else:
                 front = ForkingPickler.loads(connection)
         _serve(group, engine, config, front)
@@ -101,7 +103,15 @@ def serve_front_main(listener: socket.socket, ranks: Connection, engine: EngineC
     if not isinstance(limits, Limits):  # the error that has ended the ranks
         return
     leader, name = Leader(RemoteRanks(ranks), limits), config.name_of(engine)
-    service = Service(leader=leader, tokenizer=tokenizer, name=name, metrics=Metrics(leader))
+    service = Service(
+        leader=leader,
+        tokenizer=tokenizer,
+        name=name,
+        metrics=Metrics(leader),
+        keys=config.read_keys(),
+        origins=config.origins,
+    )
+    signal.signal(signal.SIGTERM, lambda number, frame: leader.drain(config.drain_secs))
     with contextlib.suppress(ServerEndedError), run_beside(service, listener, leader.close):
         host, port = listener.getsockname()[:2]
         sys.stderr.write(
@@ -109,3 +119,5 @@ def serve_front_main(listener: socket.socket, ranks: Connection, engine: EngineC
             f"{limits.num_ranks} ranks of {limits.num_rows} rows, {limits.num_positions} positions\n"
         )
         leader.run()
+    if leader.draining:
+        sys.exit(DRAINED)

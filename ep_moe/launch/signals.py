@@ -3,8 +3,20 @@
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+
+_before_leaving: list[Callable[[], None]] = []  # calls in place of the next SIGTERM's end
+
+
+@contextlib.contextmanager
+def first_sigterm(call: Callable[[], None]) -> Iterator[None]:
+    """The first SIGTERM while ranks run makes a call, in the main thread, and ends nothing; the second one does."""
+    _before_leaving.append(call)
+    try:
+        yield
+    finally:
+        _before_leaving.clear()
 
 
 @contextlib.contextmanager
@@ -15,6 +27,9 @@ def terminable() -> Iterator[None]:
         return
 
     def leave(signum: int, frame: Any) -> None:
+        if _before_leaving:
+            _before_leaving.pop()()
+            return
         raise SystemExit(128 + signum)
 
     before = signal.signal(signal.SIGTERM, leave)

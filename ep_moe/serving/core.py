@@ -38,6 +38,10 @@ class ServerEndedError(RuntimeError):
     """The server has ended, by an error that the message names or because it was closed."""
 
 
+class DrainingError(RuntimeError):
+    """The server takes no new generations: it has been asked to end, and finishes those that it has."""
+
+
 def follow(group: EPGroup, rows: Rows) -> None:
     """Carry out rank 0's plans until it closes. Errors: those of the model; PeerLostError. Collective."""
     channel = PlanChannel(group)
@@ -152,11 +156,17 @@ class Leader:
         self._changed = threading.Condition()
         self._failure: ServerEndedError | None = None
         self._closing = False
+        self._drain_until: float | None = None
 
     @property
     def failure(self) -> ServerEndedError | None:
         """The error that has ended the server; None while it runs."""
         return self._failure
+
+    @property
+    def draining(self) -> bool:
+        """Whether the server has been asked to end."""
+        return self._drain_until is not None
 
     @property
     def num_running(self) -> int:
@@ -177,11 +187,13 @@ class Leader:
 
         Args:
             on_progress: called in the thread of `run`, and must not block; the last call has `finish` or `error`.
-        Errors: BadRequestError, QueueFullError, ServerEndedError. Any thread.
+        Errors: BadRequestError, QueueFullError, DrainingError, ServerEndedError. Any thread.
         """
         with self._changed:
             if self._failure is not None or self._closing:
                 raise ServerEndedError(str(self._failure or "the server is closed"))
+            if self.draining:
+                raise DrainingError("the server is about to end and takes no new requests")
             ticket = self._scheduler.submit(generation)
             self._watchers[ticket] = on_progress
             self._changed.notify()
@@ -199,6 +211,13 @@ class Leader:
             self._closing = True
             self._changed.notify()
 
+    def drain(self, secs: float) -> None:
+        """Refuse new generations, and `close` once those that run or wait have ended, after `secs` at the latest.
+
+        Takes no lock, so that a signal handler may call it. Any thread.
+        """
+        self._drain_until = time.monotonic() + secs
+
     def run(self) -> None:
         """Carry out plans until `close`. Errors: those of the model; PeerLostError names a lost rank. Collective.
 
@@ -208,6 +227,8 @@ class Leader:
         try:
             while (plan := self._next()) is not None:
                 self._step(plan)
+            if self.draining:
+                error = ServerEndedError("the server was asked to end, and this request was not done in time")
             self._ranks.close()
         except Exception as failure:
             cause = self._ranks.explain(failure)
@@ -222,11 +243,13 @@ class Leader:
         """Wait for something to do; None once the server is closed."""
         while True:
             with self._changed:
-                if self._closing:
+                if self._closing or (self._drain_until is not None and time.monotonic() >= self._drain_until):
                     return None
                 plan = self._scheduler.next_plan()
                 if plan is not None:
                     return plan
+                if self.draining:
+                    return None
                 self._changed.wait(SLICE_SECS)
             self._ranks.check()  # a rank may be lost while the server is idle
 

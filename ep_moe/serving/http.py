@@ -8,25 +8,30 @@ import asyncio
 import contextlib
 import functools
 import importlib.metadata
+import re
 import resource
 import socket
 import threading
 import time
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ep_moe.fields import shown
 from ep_moe.serving.connections import LimitedConnection
-from ep_moe.serving.core import ServerEndedError
-from ep_moe.serving.job import KINDS, Job, Kind, Service, UnknownModelError, event
+from ep_moe.serving.core import DrainingError, ServerEndedError
+from ep_moe.serving.job import KINDS, Job, Kind, Service, UnauthorizedError, UnknownModelError, event
 from ep_moe.serving.metrics import CLIENT_LEFT, Metrics
 from ep_moe.serving.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest, error_body, parse
 from ep_moe.serving.scheduler import BadRequestError, NotFiniteError, QueueFullError
@@ -38,6 +43,8 @@ BODY_BYTES, TOKEN_BYTES = 2**20, 32  # a body may have so many, and so many more
 SMALL_BODY = 2**16  # bytes; of larger ones a few are read at a time
 MOST_LARGE_BODIES = 16
 SPARE_CONNECTIONS = 256  # besides one for each sequence that runs or waits
+ID = "x-request-id"
+_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _DONE = b"data: [DONE]\n\n"
 
 Result = TypeVar("Result")
@@ -50,10 +57,12 @@ class _BodyTooLargeError(ValueError):
 # errors of a request: status, OpenAI's type and code
 _ERRORS: dict[type[Exception], tuple[int, str, str | None]] = {
     BadRequestError: (400, "invalid_request_error", None),
+    UnauthorizedError: (401, "invalid_request_error", "invalid_api_key"),
     UnknownModelError: (404, "invalid_request_error", "model_not_found"),
     _BodyTooLargeError: (413, "invalid_request_error", None),
     QueueFullError: (429, "rate_limit_error", "queue_full"),
     NotFiniteError: (500, "server_error", "not_finite"),
+    DrainingError: (503, "server_error", "draining"),
     ServerEndedError: (503, "server_error", "server_ended"),
     Exception: (500, "server_error", None),
 }
@@ -120,10 +129,48 @@ class _Bodies:
 def create_app(service: Service) -> FastAPI:
     """The application, with the endpoints that docs/serving.md lists."""
     app = FastAPI(title="ep-moe", docs_url=None, redoc_url=None, openapi_url=None)
-    bodies = _Bodies(service)
     _answer_errors(app, service.metrics)
-    _add_generation(app, service, bodies)
-    _add_tokens(app, service, bodies)
+    if service.origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=service.origins, allow_methods=["*"], allow_headers=["*"], expose_headers=[ID]
+        )
+    app.add_middleware(_Identified)
+
+    def check_key(request: Request) -> None:
+        service.check_key(request.headers.get("authorization"))
+
+    keyed, bodies = APIRouter(dependencies=[Depends(check_key)]), _Bodies(service)
+    _add_generation(keyed, service, bodies)
+    _add_tokens(keyed, service, bodies)
+    _add_models(keyed, service)
+    app.include_router(keyed)
+    _add_state(app, service)
+    return app
+
+
+class _Identified:
+    """Gives each request an id, which its client may choose, and its answer a header with it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        wanted = Headers(scope=scope).get(ID, "")
+        name = wanted if _ID.fullmatch(wanted) else uuid.uuid4().hex
+        scope.setdefault("state", {})["id"] = name
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (ID.encode(), name.encode())]
+            await send(message)
+
+        return await self._app(scope, receive, send_with_id)
+
+
+def _add_models(app: APIRouter, service: Service) -> None:
+    """The endpoints that name the model."""
 
     def model() -> dict[str, Any]:
         limits = service.leader.limits
@@ -144,10 +191,16 @@ def create_app(service: Service) -> FastAPI:
         service.check_model(name)
         return model()
 
+
+def _add_state(app: FastAPI, service: Service) -> None:
+    """The endpoints about the server itself."""
+
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> dict[str, Any]:
         if service.leader.failure is not None:
             raise ServerEndedError(str(service.leader.failure))
+        if service.leader.draining:
+            raise DrainingError(f"the server is about to end, {service.leader.num_running} sequences still run")
         return {"status": "ok", "running": service.leader.num_running, "waiting": service.leader.num_waiting}
 
     @app.get("/version")
@@ -158,10 +211,8 @@ def create_app(service: Service) -> FastAPI:
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
-    return app
 
-
-def _add_generation(app: FastAPI, service: Service, bodies: _Bodies) -> None:
+def _add_generation(app: APIRouter, service: Service, bodies: _Bodies) -> None:
     """The endpoints that generate."""
 
     async def stream(
@@ -183,7 +234,7 @@ def _add_generation(app: FastAPI, service: Service, bodies: _Bodies) -> None:
     async def answer(request: Request) -> Response:
         kind = KINDS[request.url.path]
         try:
-            job = await bodies.work(request, functools.partial(Job, service, kind))
+            job = await bodies.work(request, functools.partial(Job, service, kind, request.state.id))
             if not job.stream:
                 content = await _unless_left(request, job.whole())
                 service.metrics.count(kind.endpoint, 200)
@@ -200,7 +251,7 @@ def _add_generation(app: FastAPI, service: Service, bodies: _Bodies) -> None:
         app.add_api_route(path, answer, methods=["POST"])
 
 
-def _add_tokens(app: FastAPI, service: Service, bodies: _Bodies) -> None:
+def _add_tokens(app: APIRouter, service: Service, bodies: _Bodies) -> None:
     """vLLM's endpoints of tokens without a generation."""
 
     def tokenize(body: bytearray, start: float) -> dict[str, Any]:
@@ -242,7 +293,8 @@ def _answer_errors(app: FastAPI, metrics: Metrics) -> None:
     def answer(request: Request, message: str, status: int, kind: str, *more: str | None) -> JSONResponse:
         served = KINDS.get(request.url.path)
         metrics.count(served.endpoint if served else "other", status)
-        return JSONResponse(error_body(message, kind, *more), status)
+        headers = {"www-authenticate": "Bearer"} if status == 401 else None
+        return JSONResponse(error_body(message, kind, *more), status, headers)
 
     async def handle(request: Request, error: Exception) -> JSONResponse:
         status, kind, code = next(found for known, found in _ERRORS.items() if isinstance(error, known))

@@ -3,10 +3,10 @@
 import contextlib
 import dataclasses
 import functools
+import hmac
 import json
 import secrets
 import time
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
@@ -31,18 +31,26 @@ class UnknownModelError(ValueError):
     param = "model"
 
 
+class UnauthorizedError(PermissionError):
+    """A request without a key of this server."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Service:
     """What the application serves.
 
     Args:
         name: of the model, which requests may give. tokenizer: of transformers.
+        keys: one of which a request must bring, unless there are none.
+        origins: whose pages may ask from a browser; ("*",) for all.
     """
 
     leader: Leader
     tokenizer: Tokenizer
     name: str
     metrics: Metrics
+    keys: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     @functools.cached_property
@@ -54,6 +62,17 @@ class Service:
         """Raise UnknownModelError for the name of another model; "" is any."""
         if name not in ("", self.name):
             raise UnknownModelError(f"model ({shown(name)}) is not served here, {self.name!r} is")
+
+    def check_key(self, header: str | None) -> None:
+        """Raise UnauthorizedError unless the header `authorization` brings a key. The time that it takes depends on no
+        key's content."""
+        if not self.keys:
+            return
+        kind, _, brought = (header or "").partition(" ")
+        # as ASGI decodes headers
+        found = [hmac.compare_digest(brought.strip().encode("latin-1"), key.encode()) for key in self.keys]
+        if kind.lower() != "bearer" or not any(found):
+            raise UnauthorizedError("the header authorization brings no key of this server: 'Bearer KEY' is needed")
 
     def tokens(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         """The tokens of a prompt. Errors: BadRequestError for a text that is too long for any.
@@ -119,13 +138,13 @@ KINDS = {"/v1/completions": _COMPLETION, "/v1/chat/completions": _CHAT}
 class Job:
     """One request: its sequences, one for each choice, and its answer. Errors: BadRequestError, UnknownModelError."""
 
-    def __init__(self, service: Service, kind: Kind, body: bytearray, start: float) -> None:
+    def __init__(self, service: Service, kind: Kind, request_id: str, body: bytearray, start: float) -> None:
         self._service, self._kind = service, kind
         self._request: CompletionRequest | ChatRequest = parse(kind.parsed, body)
         service.check_model(self._request.model)
         self._start = start
         self._head = {
-            "id": f"{kind.prefix}-{uuid.uuid4().hex}",
+            "id": f"{kind.prefix}-{request_id}",
             "created": int(time.time()),
             "model": service.name,
         }

@@ -54,13 +54,20 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server on two ranks of two rows, of the shipped model; killed if it has not ended."""
+    """A server on two ranks of two rows, of the shipped model."""
+    with started(tmp_path_factory.mktemp("server")) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def started(folder: Path, *options: str) -> Iterator[Server]:
+    """A server on two ranks of two rows that has started in a folder; killed if it has not ended."""
     mark = f"{os.getpid()}.{time.time_ns()}"
     command = [*EP_MOE, "serve", "--nproc", "2", "--device", "cpu", "--port", "0", "--max-rows", "2"]
     process = subprocess.Popen(
-        [*command, "--timeout-secs", "20"],
+        [*command, "--timeout-secs", "20", *options],
         stderr=subprocess.PIPE,
-        cwd=tmp_path_factory.mktemp("server"),
+        cwd=folder,
         env=environ() | {"EP_MOE_TEST_MARK": mark},
     )
     errors: list[str] = []
@@ -327,6 +334,30 @@ def test_attacks_break_no_stream(server: Server) -> None:
     assert max(most) - before < 200
     assert max(computed) < 1, sorted(computed)[-5:]
     assert max(waits) < 20, sorted(waits)[-5:]
+
+
+def test_sigterm_drains_the_server(tmp_path: Path) -> None:
+    """A stream that runs ends whole, new requests are refused, the exit code is SIGTERM's; --api-keys are asked for."""
+    (tmp_path / "keys").write_text("secret\n")
+    more = ["--api-keys", str(tmp_path / "keys"), "--drain-secs", "60"]
+    with started(tmp_path, *more) as server:
+        with pytest.raises(openai.AuthenticationError):
+            server.client.models.list()
+        client = server.client.with_options(api_key="secret")
+        stream = client.completions.create(model="", prompt=PROMPTS[0], max_tokens=400, temperature=0, stream=True)
+        first = next(stream)
+        server.process.terminate()
+
+        def ask_until_refused() -> None:
+            while True:
+                client.completions.create(model="", prompt="a", max_tokens=1)
+
+        with pytest.raises(openai.InternalServerError, match="takes no new requests"):
+            ask_until_refused()
+        chunks = [first, *stream]
+        assert chunks[-1].choices[0].finish_reason == "length"
+        code, _, left = server.ended()
+        assert (code, left) == (143, [])
 
 
 def test_a_killed_rank_0_is_named_to_all_clients(server: Server) -> None:

@@ -13,7 +13,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -425,12 +425,14 @@ def test_a_front_end_that_has_ended_does_not_end_the_ranks() -> None:
 
 
 @contextlib.contextmanager
-def served(tokenizer: Any, rows: type[FakeRows] = FakeRows, **limits: int) -> Iterator[tuple[TestClient, Leader]]:
+def served(
+    tokenizer: Any, rows: type[FakeRows] = FakeRows, more: Mapping[str, Any] = {}, **limits: int
+) -> Iterator[tuple[TestClient, Leader]]:
     """A client of the application, with fake rows of one rank behind it."""
     few = dataclasses.replace(LIMITS, num_ranks=1, **limits)
     leader = Leader(LeadRank(EPGroup.single("cpu"), rows(few, 0)), few)
     metrics = Metrics(leader)
-    app = create_app(Service(leader=leader, tokenizer=tokenizer, name="fake", metrics=metrics))
+    app = create_app(Service(leader=leader, tokenizer=tokenizer, name="fake", metrics=metrics, **more))
     thread = threading.Thread(target=leader.run)
     thread.start()
     try:
@@ -664,6 +666,60 @@ def test_tokens_version_and_health(tokenizer: Any) -> None:
         assert client.get("/version").json() == {"version": importlib.metadata.version("ep-moe")}
         head = client.head("/health")
         assert (head.status_code, head.content) == (200, b"")
+
+
+def test_keys_origins_and_ids(tokenizer: Any) -> None:
+    ask = {"prompt": "a", "max_tokens": 1}
+    with served(tokenizer, more={"keys": ("one", "tw\u00f6"), "origins": ("http://page",)}) as (client, _):
+        for key in ("", "Bearer on", "Bearer onee", "Basic one", "one", "Bearer"):
+            for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("POST", "/tokenize")):
+                answer = client.request(method, path, headers={"authorization": key}, json=ask)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+                assert answer.headers["www-authenticate"] == "Bearer"
+        for path in ("/health", "/metrics", "/version"):
+            assert client.get(path).status_code == 200
+        headers = {"authorization": "bearer tw\u00f6".encode(), "x-request-id": "mine-1", "origin": "http://page"}
+        answer = client.post("/v1/completions", json=ask, headers=headers)
+        assert (answer.status_code, answer.json()["id"]) == (200, "cmpl-mine-1")
+        assert answer.headers["x-request-id"] == "mine-1"
+        assert answer.headers["access-control-allow-origin"] == "http://page"
+        asked = {"origin": "http://page", "access-control-request-method": "POST"}
+        for origin, status in (("http://page", 200), ("http://other", 400)):
+            flight = client.options("/v1/completions", headers=asked | {"origin": origin})
+            assert flight.status_code == status
+            assert ("access-control-allow-origin" in flight.headers) == (status == 200)
+    with served(tokenizer) as (client, _):
+        ids = [
+            client.get("/health", headers={"x-request-id": sent}).headers["x-request-id"] for sent in ("a b", "x" * 129)
+        ]
+        assert all(re.fullmatch("[0-9a-f]{32}", each) for each in ids)
+        assert "access-control-allow-origin" not in client.get("/health", headers={"origin": "http://page"}).headers
+
+
+@pytest.mark.parametrize("secs", [20.0, 0.2])
+def test_a_server_that_drains_finishes_what_it_has(tokenizer: Any, secs: float) -> None:
+    gate, found = threading.Event(), []
+
+    class SlowRows(FakeRows):
+        def run(self, plan: RowsPlan) -> RowsMade:
+            gate.wait(0.5)
+            return super().run(plan)
+
+    with served(tokenizer, SlowRows) as (client, leader):
+        ask = {"prompt": "ab", "max_tokens": 9, "stream": True}
+        thread = threading.Thread(target=lambda: found.append(client.post("/v1/completions", json=ask).text))
+        thread.start()
+        while not leader.num_running:
+            time.sleep(0.01)
+        leader.drain(secs)
+        for answer in (client.post("/v1/completions", json=ask), client.get("/health")):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
+        if secs > 1:
+            gate.set()
+        thread.join(10)
+        assert ("[DONE]" in found[0], "was not done in time" in found[0]) == (secs > 1, secs < 1)
+        while leader.failure is None:
+            time.sleep(0.01)
 
 
 class OneBroken(FakeRows):
