@@ -1,5 +1,5 @@
 """The command line: ep-moe run | generate | eval | serve | quantize | tune | plan, and ep-moe bench layer | transport |
-model | experts | formats | calls | report.
+model | experts | formats | calls | serve | report.
 
 Results go to standard output, progress and errors to standard error. torch is imported by the commands that need it,
 and transformers by the ranks alone, whose entry points are dotted names: each takes seconds.
@@ -31,13 +31,14 @@ from ep_moe.app.plan import PlanConfig, make_plan, show_plan
 from ep_moe.app.quantize import quantize_model
 from ep_moe.app.run import RunConfig, run
 from ep_moe.app.serve import ServeConfig, serve
-from ep_moe.app.start import is_first_rank, num_local_ranks, on_ranks, pick_device, speaks
+from ep_moe.app.start import SHIPPED_TEXT, is_first_rank, num_local_ranks, on_ranks, pick_device, speaks
 from ep_moe.bench.configs import (
     CallsBenchConfig,
     ExpertsBenchConfig,
     FormatsBenchConfig,
     LayerBenchConfig,
     ModelBenchConfig,
+    ServeBenchConfig,
     TransportBenchConfig,
 )
 from ep_moe.config import EngineConfig
@@ -430,6 +431,40 @@ def bench_formats_command(engine: EngineConfig, config: FormatsBenchConfig, file
 def bench_calls_command(engine: EngineConfig, config: CallsBenchConfig, file: RowsFile) -> dict[str, Any]:
     """Check and time the calls of other libraries, beside torch."""
     return _measure("ep_moe.bench.calls:calls_rank_main", engine, config, file)
+
+
+def _bench_serve_command(*, plot: Path | None = None, as_json: bool = False, **given: Any) -> None:
+    """Measure a server of OpenAI's protocol by its clients.
+
+    Times to the first text and per token, and throughput. Needs ep-moe[bench]. A key is read from EP_MOE_API_KEY or
+    OPENAI_API_KEY.
+    """
+    with _one_line_errors():
+        config = config_of(ServeBenchConfig, given)
+        config = dataclasses.replace(config, text=config.text or str(SHIPPED_TEXT))
+        if plot is not None:
+            check_writable(plot, "plot")
+        try:
+            from ep_moe.bench.serve import bench_serve, plot_serve, show_serve
+        except ImportError as error:
+            raise RuntimeError(f"bench serve needs openai; install: pip install 'ep-moe[bench]' ({error})") from None
+        raise_on_interrupt()
+        result = bench_serve(config)
+        if plot is not None:
+            plot_serve(result, plot)
+    _print(result, show_serve, as_json)
+    if not result["ok"]:
+        raise typer.Exit(1)
+
+
+_PLOT = inspect.Parameter(
+    "plot",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[Path | None, typer.Option(help="A PNG to draw throughput and times to; needs matplotlib.")],
+)
+_give_options(_bench_serve_command, [*options_of(ServeBenchConfig), _PLOT, _JSON])
+bench_app.command("serve")(_bench_serve_command)
 
 
 @bench_app.command("report")

@@ -1,4 +1,4 @@
-"""What environment variables say: launchers' ranks, users' folders, the switches of plug-ins, NVSHMEM's limits.
+"""What environment variables say: launchers' ranks, users' folders, keys, the switches of plug-ins, NVSHMEM's limits.
 
 No other module reads the environment, but for `launch`, which writes that of its ranks.
 """
@@ -12,6 +12,16 @@ from ep_moe.config import Layout
 from ep_moe.fields import check_fields, require
 
 SGLANG_BACKEND = "ep_moe"  # of SGLang's --moe-runner-backend
+
+
+def server_key() -> str:
+    """The key that clients of our server need, "" if the environment has none."""
+    return os.environ.get("EP_MOE_API_KEY", "")
+
+
+def client_key() -> str:
+    """The key that our clients bring to a server, "" if the environment has none."""
+    return server_key() or os.environ.get("OPENAI_API_KEY", "")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

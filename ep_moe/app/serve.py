@@ -16,13 +16,12 @@ from typing import Annotated, Any
 
 from ep_moe.app.start import PRELOAD, on_ranks, open_model, pick_device
 from ep_moe.config import EngineConfig
-from ep_moe.environment import LaunchEnv
+from ep_moe.environment import LaunchEnv, server_key
 from ep_moe.fields import Field, check_fields
 
 _NEEDED = ("fastapi", "jinja2", "prometheus_client", "uvicorn")  # of the extra `serve`
 DRAINED = 143  # exit code of that process after SIGTERM
 FAREWELL_SECS = 4.0  # in which the process that speaks HTTP tells its clients why the server has ended
-KEY = "EP_MOE_API_KEY"
 MOST_PASSES = 16  # of a plan: tokens of so many passes are kept on the device
 
 
@@ -76,7 +75,7 @@ class ServeConfig:
 
     def read_keys(self) -> tuple[str, ...]:
         """The keys of clients, () if there are none. Errors: ValueError for a file without keys, or unreadable."""
-        keys = [os.environ[KEY]] if os.environ.get(KEY) else []
+        keys = [server_key()] if server_key() else []
         if self.api_keys:
             try:
                 found = [line.strip() for line in Path(self.api_keys).read_text().splitlines() if line.strip()]

@@ -175,6 +175,37 @@ class CallsBenchConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ServeBenchConfig:
+    """Measurements of `ep-moe bench serve`. Errors: ValueError names the value and the limit."""
+
+    url: Annotated[str, Field(help="Base address of any server of OpenAI's protocol")] = "http://127.0.0.1:8000/v1"
+    model: Annotated[str, Field(help="Model to ask for; by default the server's first")] = ""
+    concurrency: Annotated[tuple[int, ...], Field(help="Most requests at a time (repeatable)", at_least=1)] = (1, 4, 16)
+    rate: Annotated[
+        tuple[float, ...],
+        Field(help="Requests per second, Poisson arrivals (repeatable); 0 asks as soon as allowed", at_least=0),
+    ] = (0.0,)
+    requests: Annotated[int, Field(help="Requests of each level", at_least=1)] = 64
+    prompt_chars: Annotated[int, Field(help="Characters of a prompt", at_least=1)] = 512
+    text: Annotated[str, Field(help="File that prompts are cut from; by default the held-out text that ships")] = ""
+    new_tokens: Annotated[int, Field(help="New tokens of each answer", at_least=1)] = 128
+    temperature: Annotated[float, Field(help="Temperature of the sampling", at_least=0)] = 0.0
+    ignore_eos: Annotated[
+        bool, Field(help="Let no end token end an answer (a parameter of vLLM, SGLang and ep-moe, not of OpenAI)")
+    ] = True
+    timeout_secs: Annotated[float, Field(help="Seconds after which a request has failed", positive=True)] = 300.0
+    seed: Annotated[int, Field(help="Seed of prompts and arrivals", at_least=0)] = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def levels(self) -> list[tuple[int, float]]:
+        """(most requests at a time, rate) of each level."""
+        return list(itertools.product(self.concurrency, self.rate))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ModelBenchConfig:
     """Measurements of `ep-moe bench model`. Errors: ValueError names the value and the limit."""
 

@@ -223,6 +223,7 @@ CONFIGS = {
     "bench formats": (FormatsBenchConfig, RowsFile, EngineConfig),
     "bench calls": (CallsBenchConfig, RowsFile, EngineConfig),
     "bench report": (),
+    "bench serve": (),
     "tune": (TuneConfig, EngineConfig),
 }
 
@@ -236,6 +237,7 @@ def test_options_are_the_fields_of_configs() -> None:
         own = {"as_json": False} | {
             "run": {"config": None},
             "bench report": options,
+            "bench serve": options,
             "quantize": options,
             "plan": options,
         }.get(words, {})

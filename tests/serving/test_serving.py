@@ -26,9 +26,12 @@ from helpers.fake_rows import LIMITS, FakeRows, continuation, lead
 from starlette.testclient import TestClient
 from tokenizers import decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 from ep_moe.app.serve import bind
 from ep_moe.app.start import SHIPPED_MODEL
+from ep_moe.bench.serve import Answer, summary
+from ep_moe.cli import app
 from ep_moe.config import GroupConfig
 from ep_moe.engines.transformers import from_pretrained
 from ep_moe.engines.transformers.decoding import RowDecoder
@@ -432,11 +435,11 @@ def served(
     few = dataclasses.replace(LIMITS, num_ranks=1, **limits)
     leader = Leader(LeadRank(EPGroup.single("cpu"), rows(few, 0)), few)
     metrics = Metrics(leader)
-    app = create_app(Service(leader=leader, tokenizer=tokenizer, name="fake", metrics=metrics, **more))
+    application = create_app(Service(leader=leader, tokenizer=tokenizer, name="fake", metrics=metrics, **more))
     thread = threading.Thread(target=leader.run)
     thread.start()
     try:
-        with TestClient(app, raise_server_exceptions=False) as client:
+        with TestClient(application, raise_server_exceptions=False) as client:
             yield client, leader
     finally:
         leader.close()
@@ -798,6 +801,40 @@ def listening(tokenizer: Any) -> Iterator[Callable[[], socket.socket]]:
         finally:
             leader.close()
             thread.join()
+
+
+def test_bench_serve_measures_any_server(tokenizer: Any, tmp_path: Path) -> None:
+    """Levels of clients and of Poisson arrivals; failed requests are counted and named; percentiles are numpy's."""
+    report, plot, command = tmp_path / "report.json", tmp_path / "plot.png", ["bench", "serve", "--requests", "6"]
+    sizes = ["--prompt-chars", "20", "--new-tokens", "5", "--concurrency", "1", "--concurrency", "3"]
+    with listening(tokenizer) as connect:
+        host, port = connect().getpeername()
+        url = ["--url", f"http://{host}:{port}/v1"]
+        done = CliRunner().invoke(
+            app, [*command, *sizes, *url, "--rate", "0", "--rate", "50", "--plot", str(plot), "--json"]
+        )
+        assert done.exit_code == 0, done.stderr
+        report = json.loads(done.stdout)
+        assert [(row["concurrency"], row["rate"]) for row in report["rows"]] == [(1, 0), (1, 50), (3, 0), (3, 50)]
+        for row in report["rows"]:
+            assert (row["requests"], row["failed"], row["prompt_tokens"], row["new_tokens"]) == (6, 0, 120, 30)
+            assert 0 < row["ttft_ms"]["p50"] <= row["ttft_ms"]["p99"] <= row["e2e_ms"]["p99"] < 1e3 * row["secs"]
+            assert row["tokens_per_sec"] == pytest.approx(30 / row["secs"])
+        assert report["rows"][1]["secs"] > 0.03  # six arrivals at 50 per second
+        assert plot.read_bytes()[:4] == b"\x89PNG"
+        refused = CliRunner().invoke(app, [*command, *url, "--prompt-chars", "24", "--new-tokens", "99"])
+        assert (refused.exit_code, "the most for this prompt is 72" in refused.stderr) == (1, True), refused.stderr
+        short = CliRunner().invoke(app, [*command, *url, "--prompt-chars", "100000"])
+        assert (short.exit_code, "text has 65" in short.stderr) == (2, True), short.stderr
+    found = summary([Answer(chunks=[0.1, 0.2, 0.5], end=0.5, prompt_tokens=4, new_tokens=5), Answer(error="no")], 2.0)
+    assert (found["failed"], found["errors"], found["requests_per_sec"], found["tokens_per_sec"]) == (
+        1,
+        ["no"],
+        0.5,
+        2.5,
+    )
+    assert found["tpot_ms"]["p50"] == pytest.approx(100)
+    assert found["itl_ms"] == pytest.approx({"p50": 200, "p90": 280, "p99": 298, "mean": 200})
 
 
 def status_of(connection: socket.socket, data: bytes = b"") -> bytes:
