@@ -17,6 +17,7 @@ from ep_moe.app.start import model_dir
 from ep_moe.config import EngineConfig
 from ep_moe.engines.transformers.decoding import RowDecoder, end_ids_of, uses_graphs, why_not_fixed
 from ep_moe.group import EPGroup
+from ep_moe.placement import Placement
 from ep_moe.serving.core import Leader, LeadRank, RemoteRanks, ServerEndedError, follow, relay
 from ep_moe.serving.scheduler import Limits
 
@@ -60,6 +61,7 @@ def _serve(group: EPGroup, engine: EngineConfig, config: ServeConfig, front: Con
         passes_per_plan=config.passes_per_plan,
         vocab_size=model.get_input_embeddings().weight.shape[0],
         end_ids=end_ids_of(model, tokenizer),
+        owners=_owners(session.transport.placement),
     )
     with group.guard("warm up"):
         rows = RowDecoder(
@@ -77,6 +79,12 @@ def _serve(group: EPGroup, engine: EngineConfig, config: ServeConfig, front: Con
             front.send(limits)
         relay(ranks, front)
     session.destroy()
+
+
+def _owners(placement: Placement) -> tuple[int, ...]:
+    """The rank of each expert; of copies, that of the first."""
+    ranks = {expert: rank for rank in reversed(range(placement.num_ranks)) for expert in placement.local_experts(rank)}
+    return tuple(ranks[expert] for expert in range(placement.num_experts))
 
 
 def _num_positions(model: Model, config: ServeConfig) -> int:

@@ -10,6 +10,7 @@ is one front end, and any other may take its place.
 """
 
 import contextlib
+import dataclasses
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from ep_moe.serving.scheduler import Generation, Limits, Progress, Scheduler
 
 OnProgress = Callable[[Progress], None]
 PREFILL, DECODE = "prefill", "decode"
+LOAD_SECS = 2.0  # between two reports of the experts' load
 
 
 class Rows(Protocol):
@@ -145,12 +147,17 @@ class Leader:
     Attributes:
         limits: of the queue and of all ranks' rows.
         on_plan: called after each plan with PREFILL or DECODE and its seconds, in the thread of `run`.
+        on_start: called with the seconds that a sequence has waited for its row, in that thread.
+        load: [layer][expert], tokens that went to each expert so far, at most LOAD_SECS old while there is work.
     """
 
     def __init__(self, ranks: LeadRank | RemoteRanks, limits: Limits) -> None:
         self.limits = limits
         self._ranks = ranks
         self.on_plan: Callable[[str, float], None] = lambda kind, secs: None
+        self.on_start: Callable[[float], None] = lambda secs: None
+        self.load: list[list[int]] = []
+        self._load_due = 0.0
         self._scheduler = Scheduler(limits)
         self._watchers: dict[int, OnProgress] = {}
         self._changed = threading.Condition()
@@ -177,6 +184,10 @@ class Leader:
     def num_waiting(self) -> int:
         """Generations that wait for a row."""
         return self._scheduler.num_waiting
+
+    def usage(self, rank: int) -> tuple[int, int]:
+        """Rows of a rank that have a sequence now, and the positions that these have filled."""
+        return self._scheduler.usage(rank)
 
     def most_new_tokens(self, prompt: tuple[int, ...]) -> int:
         """The most new tokens after a prompt. Errors: BadRequestError for one that is not served. Any thread."""
@@ -255,7 +266,12 @@ class Leader:
 
     def _step(self, plan: RowsPlan) -> None:
         start = time.perf_counter()
+        if start >= self._load_due:
+            plan, self._load_due = dataclasses.replace(plan, load=True), start + LOAD_SECS
         made = self._ranks.run(plan)
+        if plan.load:
+            by_layer = zip(*(each.load for each in made), strict=True)
+            self.load = [[sum(tokens) for tokens in zip(*ranks, strict=True)] for ranks in by_layer]
         with self._changed:
             found = self._scheduler.take(made)
             watchers = [self._watchers.get(ticket) for ticket, _ in found]
@@ -266,6 +282,9 @@ class Leader:
             if watcher is not None:
                 with contextlib.suppress(RuntimeError):  # a front end that has ended; `close` ends the ranks
                     watcher(progress)
+        waits, self._scheduler.waits = self._scheduler.waits, []
+        for wait in waits:
+            self.on_start(wait)
         self.on_plan(PREFILL if any(plan.starts) else DECODE, time.perf_counter() - start)
 
     def _end(self, error: ServerEndedError) -> None:

@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 import uvicorn
@@ -43,6 +44,7 @@ BODY_BYTES, TOKEN_BYTES = 2**20, 32  # a body may have so many, and so many more
 SMALL_BODY = 2**16  # bytes; of larger ones a few are read at a time
 MOST_LARGE_BODIES = 16
 SPARE_CONNECTIONS = 256  # besides one for each sequence that runs or waits
+_PAGE = Path(__file__).with_name("page.html")
 ID = "x-request-id"
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _DONE = b"data: [DONE]\n\n"
@@ -202,6 +204,15 @@ def _add_state(app: FastAPI, service: Service) -> None:
         if service.leader.draining:
             raise DrainingError(f"the server is about to end, {service.leader.num_running} sequences still run")
         return {"status": "ok", "running": service.leader.num_running, "waiting": service.leader.num_waiting}
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return Response(_PAGE.read_bytes(), media_type="text/html; charset=utf-8")
+
+    @app.get("/load")
+    async def load() -> dict[str, Any]:
+        leader, version = service.leader, importlib.metadata.version("ep-moe")
+        return {"model": service.name, "version": version, "load": leader.load, "owners": leader.limits.owners}
 
     @app.get("/version")
     async def version() -> dict[str, str]:

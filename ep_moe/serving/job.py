@@ -179,7 +179,8 @@ class Job:
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
         """(choice, piece) pairs of all sequences, as they come."""
-        service, first, counts = self._service, True, [0] * len(self._choices)
+        service, counts = self._service, [0] * len(self._choices)
+        begun: dict[int, tuple[float, int]] = {}  # when a choice had its first text, and its tokens by then
         found = stream_texts(
             service.leader,
             [choice.generation for choice in self._choices],
@@ -187,12 +188,15 @@ class Job:
         )
         async with contextlib.aclosing(found):
             async for index, piece in found:
-                if first:
-                    first = False
-                    service.metrics.first_token.observe(time.perf_counter() - self._start)
+                now = time.perf_counter()
+                if not begun:
+                    service.metrics.first_token.observe(now - self._start)
                     service.metrics.prompt_tokens.inc(self._prompt_tokens)
                 service.metrics.generated_tokens.inc(piece.num_tokens - counts[index])
                 counts[index] = piece.num_tokens
+                first, tokens = begun.setdefault(index, (now, piece.num_tokens))
+                if piece.finish and piece.num_tokens > tokens:
+                    service.metrics.token_secs.observe((now - first) / (piece.num_tokens - tokens))
                 yield index, piece
         service.metrics.request_secs.observe(time.perf_counter() - self._start)
 

@@ -1,5 +1,8 @@
 """What a server counts and times, in Prometheus' text format."""
 
+import functools
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from ep_moe.serving.core import Leader
@@ -14,6 +17,7 @@ class Metrics:
 
     def __init__(self, leader: Leader) -> None:
         leader.on_plan = lambda kind, secs: self.plan_secs.labels(kind).observe(secs)
+        leader.on_start = lambda secs: self._queue_secs.observe(secs)
         self._registry = CollectorRegistry()
         self._requests = Counter(
             "ep_moe_requests",
@@ -39,11 +43,39 @@ class Metrics:
             buckets=_PLAN_SECS,
             registry=self._registry,
         )
-        for name, what, count in (
-            ("ep_moe_running_sequences", "Sequences that have a row", lambda: leader.num_running),
-            ("ep_moe_waiting_sequences", "Generations that wait for a row", lambda: leader.num_waiting),
-        ):
-            Gauge(name, what, registry=self._registry).set_function(count)
+        self.token_secs = Histogram(
+            "ep_moe_time_per_output_token_seconds",
+            "Of the tokens of a sequence after its first text",
+            buckets=_PLAN_SECS,
+            registry=self._registry,
+        )
+        self._queue_secs = Histogram(
+            "ep_moe_queue_seconds", "From a request to a row for its sequence", buckets=_SECS, registry=self._registry
+        )
+        limits = leader.limits
+        self._gauge("running_sequences", "Sequences that have a row", lambda: leader.num_running)
+        self._gauge("waiting_sequences", "Generations that wait for a row", lambda: leader.num_waiting)
+        self._gauge("ranks", "Ranks that serve", lambda: limits.num_ranks)
+        self._gauge("rows", "Most sequences of a rank", lambda: limits.num_rows)
+        self._gauge("positions", "Most positions of a sequence", lambda: limits.num_positions)
+        self._gauge("draining", "1 once the server has been asked to end", lambda: int(leader.draining))
+        balance = "Mean over ranks of the tokens that went to their experts so far, over the fullest rank's"
+        self._gauge("balancedness", balance, lambda: balancedness(rank_loads(leader)))
+        rows, positions, load = (
+            Gauge(f"ep_moe_rank_{name}", what, ["rank"], registry=self._registry)
+            for name, what in (
+                ("rows", "Rows of a rank that have a sequence"),
+                ("positions", "Positions that these have filled"),
+                ("expert_tokens", "Tokens that went to the experts of a rank so far, counted every two seconds"),
+            )
+        )
+        for rank in range(limits.num_ranks):
+            rows.labels(rank).set_function(functools.partial(lambda rank: leader.usage(rank)[0], rank))
+            positions.labels(rank).set_function(functools.partial(lambda rank: leader.usage(rank)[1], rank))
+            load.labels(rank).set_function(functools.partial(lambda rank: rank_loads(leader)[rank], rank))
+
+    def _gauge(self, name: str, what: str, value: Callable[[], float]) -> None:
+        Gauge(f"ep_moe_{name}", what, registry=self._registry).set_function(value)
 
     def count(self, endpoint: str, status: int) -> None:
         """Count a request that ended with this status, that of its error event in a stream."""
@@ -53,3 +85,17 @@ class Metrics:
     def text(self) -> bytes:
         """All metrics, as Prometheus reads them."""
         return generate_latest(self._registry)
+
+
+def rank_loads(leader: Leader) -> list[int]:
+    """Tokens that went to the experts of each rank so far."""
+    loads = [0] * leader.limits.num_ranks
+    for layer in leader.load:
+        for rank, tokens in zip(leader.limits.owners, layer, strict=True):
+            loads[rank] += tokens
+    return loads
+
+
+def balancedness(loads: list[int]) -> float:
+    """The mean load over the largest; 1 without any."""
+    return sum(loads) / len(loads) / max(loads) if any(loads) else 1.0

@@ -9,6 +9,7 @@ Letters: P prompt tokens, N new tokens, M max_tokens_per_rank, R ranks.
 import collections
 import dataclasses
 import itertools
+import time
 from collections.abc import Iterator, Sequence
 
 from ep_moe.engines.transformers.decoding.adjust import MOST_LOGPROBS, MOST_PROMPT_LOGITS
@@ -85,6 +86,7 @@ class Limits:
         max_prompt_tokens: M, also of all prompts in one prefill of a rank. max_waiting: generations without a row.
         passes_per_plan: the most decode passes per scheduling step.
         vocab_size: of the model's input embedding. end_ids: tokens that end a sequence.
+        owners: the rank of each expert.
     """
 
     num_ranks: int
@@ -95,6 +97,7 @@ class Limits:
     passes_per_plan: int
     vocab_size: int
     end_ids: tuple[int, ...] = ()
+    owners: tuple[int, ...] = ()
 
     @property
     def longest_prompt(self) -> int:
@@ -131,7 +134,8 @@ class Scheduler:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._tickets = itertools.count()
-        self._waiting: collections.OrderedDict[int, Generation] = collections.OrderedDict()
+        self._waiting: collections.OrderedDict[int, tuple[Generation, float]] = collections.OrderedDict()
+        self.waits: list[float] = []  # seconds in the queue of sequences that got a row since this was cleared
         self._rows: list[list[_Sequence | None]] = [[None] * limits.num_rows for _ in range(limits.num_ranks)]
         self._ended: list[set[int]] = [set() for _ in range(limits.num_ranks)]  # rows the ranks have not yet ended
         self._planned: list[_Sequence] = []  # sequences that get tokens from the plan in progress
@@ -146,6 +150,11 @@ class Scheduler:
     def num_running(self) -> int:
         """Sequences that have a row."""
         return sum(1 for _ in self._running())
+
+    def usage(self, rank: int) -> tuple[int, int]:
+        """Rows of a rank that have a sequence, and the positions that these have filled."""
+        live = [row for row in list(self._rows[rank]) if row is not None]
+        return len(live), sum(sequence.length for sequence in live)
 
     def _running(self) -> Iterator[_Sequence]:
         return (sequence for rows in self._rows for sequence in rows if sequence is not None)
@@ -169,7 +178,7 @@ class Scheduler:
         if len(self._waiting) >= limits.max_waiting:
             raise QueueFullError(f"{len(self._waiting)} generations wait already, the limit is {limits.max_waiting}")
         ticket = next(self._tickets)
-        self._waiting[ticket] = dataclasses.replace(generation, max_new_tokens=wanted)
+        self._waiting[ticket] = dataclasses.replace(generation, max_new_tokens=wanted), time.monotonic()
         return ticket
 
     def _check_sampling(self, generation: Generation) -> None:
@@ -252,7 +261,7 @@ class Scheduler:
         """Give rows to generations from the head of the queue, as many as one prefill of each rank takes."""
         new: list[_Sequence] = []
         while self._waiting:
-            ticket, generation = next(iter(self._waiting.items()))
+            ticket, (generation, since) = next(iter(self._waiting.items()))
             place = self._place(generation, new)
             if place is None:
                 break
@@ -268,6 +277,7 @@ class Scheduler:
             self._rows[rank][row] = sequence
             new.append(sequence)
             del self._waiting[ticket]
+            self.waits.append(time.monotonic() - since)
         return new
 
     def _place(self, generation: Generation, new: Sequence[_Sequence]) -> tuple[int, int] | None:

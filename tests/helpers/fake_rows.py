@@ -22,6 +22,7 @@ LIMITS = Limits(
     passes_per_plan=4,
     vocab_size=256,
     end_ids=(0,),
+    owners=(0, 0, 0),
 )
 
 
@@ -65,6 +66,10 @@ class FakeRows:
 
     def run(self, plan: RowsPlan) -> RowsMade:
         """See `RowDecoder.run`."""
+        made = self._run(plan)
+        return dataclasses.replace(made, load=[[self._rank + 1, 2, 3], [4, 5, 6]]) if plan.load else made
+
+    def _run(self, plan: RowsPlan) -> RowsMade:
         for row in plan.ended[self._rank]:
             self._live.pop(row, None)
         starts = plan.starts[self._rank]

@@ -10,7 +10,9 @@ import multiprocessing
 import random
 import re
 import select
+import shutil
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -786,10 +788,10 @@ def test_answers_usage_streams_and_metrics(tokenizer: Any) -> None:
 
 
 @contextlib.contextmanager
-def listening(tokenizer: Any) -> Iterator[Callable[[], socket.socket]]:
+def listening(tokenizer: Any, rows: type[FakeRows] = FakeRows, **limits: int) -> Iterator[Callable[[], socket.socket]]:
     """A server at a port, with fake rows of one rank behind it; yields a call that connects to it."""
-    few = dataclasses.replace(LIMITS, num_ranks=1)
-    leader = Leader(LeadRank(EPGroup.single("cpu"), FakeRows(few, 0)), few)
+    few = dataclasses.replace(LIMITS, num_ranks=1, **limits)
+    leader = Leader(LeadRank(EPGroup.single("cpu"), rows(few, 0)), few)
     service = Service(leader=leader, tokenizer=tokenizer, name="fake", metrics=Metrics(leader))
     listener = bind("127.0.0.1", 0)
     address = listener.getsockname()
@@ -835,6 +837,70 @@ def test_bench_serve_measures_any_server(tokenizer: Any, tmp_path: Path) -> None
     )
     assert found["tpot_ms"]["p50"] == pytest.approx(100)
     assert found["itl_ms"] == pytest.approx({"p50": 200, "p90": 280, "p99": 298, "mean": 200})
+
+
+GRAFANA = Path(__file__).parents[2] / "docker" / "grafana.json"
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are(tokenizer: Any) -> None:
+    with served(tokenizer) as (client, leader):
+        assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 9}).status_code == 200
+        found = set(re.findall(r"^(ep_moe_\w+?)(?:\{.*\})? ", client.get("/metrics").text, re.MULTILINE))
+        assert leader.load == [[1, 2, 3], [4, 5, 6]]
+        assert client.get("/load").json()["load"] == leader.load
+    panels = json.loads(GRAFANA.read_text())["panels"]
+    asked = {
+        name for panel in panels for target in panel["targets"] for name in re.findall(r"ep_moe_\w+", target["expr"])
+    }
+    assert asked <= found
+    shown = {name for name in found if not name.endswith(("_created", "_sum", "_count"))}
+    assert shown - asked == set()
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_the_live_page_shows_the_metrics(tokenizer: Any, tmp_path: Path) -> None:
+    """16 streams that stand still while headless Chromium runs the page."""
+    gate = threading.Event()
+
+    class HeldRows(FakeRows):
+        started = 0
+
+        def run(self, plan: RowsPlan) -> RowsMade:
+            self.started += len(plan.starts[0])
+            if plan.passes:
+                gate.wait(60 if self.started == 16 else 0.1)
+            return super().run(plan)
+
+    ask = json.dumps({"prompt": "ab", "max_tokens": 90, "stream": True, "temperature": 0, "ignore_eos": True}).encode()
+    body = POST + f"content-length: {len(ask)}\r\n\r\n".encode() + ask
+    with listening(tokenizer, HeldRows, num_rows=16, max_prompt_tokens=64) as connect:
+        streams = [connect() for _ in range(16)]
+        for stream in streams:
+            stream.sendall(body)
+        assert {stream.recv(16) for stream in streams} == {b"HTTP/1.1 200 OK\r"}
+        address = "http://{}:{}/".format(*streams[0].getpeername())
+        command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
+        page = subprocess.run(
+            [*command, "--virtual-time-budget=3000", "--dump-dom", address], capture_output=True, text=True, timeout=120
+        ).stdout
+        cards = dict(re.findall(r'data-name="([^"]+)">([^<]*)<', page))
+        metrics = http.client.HTTPConnection(*streams[0].getpeername())
+        metrics.request("GET", "/metrics")
+        text = metrics.getresponse().read().decode()
+        gate.set()
+    assert ">healthy<" in page
+    for name, metric in (
+        ("running", "running_sequences"),
+        ("waiting", "waiting_sequences"),
+        ("new tokens", "generated_tokens_total"),
+        ("balancedness", "balancedness"),
+    ):
+        value = re.search(rf"^ep_moe_{metric} (\S+)$", text, re.MULTILINE)
+        assert value is not None
+        assert float(cards[name]) == pytest.approx(float(value[1]), rel=0.01), name
+    assert cards["running"] == "16"
+    assert "<td>16 of 16</td>" in page
+    assert 'width="24" height="16"' in page  # two layers of three experts
 
 
 def status_of(connection: socket.socket, data: bytes = b"") -> bytes:

@@ -426,9 +426,13 @@ class RowDecoder:
         shapes = (pass_shape(1, 1, False),) * everywhere
         self.run(RowsPlan(ended=((),) * everywhere, starts=((),) * everywhere, passes=1, shapes=shapes))
 
-    @torch.inference_mode()
     def run(self, plan: RowsPlan) -> RowsMade:
         """Carry out this rank's part of a plan. Collective, host sync."""
+        made = self._run(plan)
+        return dataclasses.replace(made, load=self._session.expert_load.tolist()) if plan.load else made
+
+    @torch.inference_mode()
+    def _run(self, plan: RowsPlan) -> RowsMade:
         rank, decoder, model = self._session.group.rank, self._decoder, self._model
         live = decoder.sequences.live
         if plan.ended[rank]:

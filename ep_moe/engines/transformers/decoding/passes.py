@@ -116,11 +116,13 @@ class RowsMade:
             logits are not finite, which ends it; of a plan with starts [1][start].
         logprobs: of the rows (or starts) that asked for them, of each pass.
         prompts: of the starts that asked for them, of each token of the prompt but the first.
+        load: [layer][expert], this rank's tokens that went to each expert so far; empty if not asked for.
     """
 
     tokens: list[list[int]]
     logprobs: dict[int, list[Logprob]] = dataclasses.field(default_factory=dict)
     prompts: dict[int, list[Logprob]] = dataclasses.field(default_factory=dict)
+    load: list[list[int]] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,12 +135,14 @@ class RowsPlan:
             max_tokens_per_rank tokens.
         passes: decode passes, 0 in a plan with starts.
         shapes: of these passes.
+        load: the ranks also report the load of their experts.
     """
 
     ended: tuple[tuple[int, ...], ...]
     starts: tuple[tuple[RowStart, ...], ...]
     passes: int = 0
     shapes: tuple[Shape, ...] = ()
+    load: bool = False
 
 
 MESSAGES = (RowsPlan, RowStart, Shape, Sampling, RowsMade, Logprob)  # what ranks send to each other
