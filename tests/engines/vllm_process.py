@@ -38,27 +38,11 @@ ROUNDED = tuple(
     f"qwen3_moe_{form}" for form in (*SCALED, "nvfp4", "nvfp4_modelopt", "mxfp8", "mxfp8_modelopt")
 )  # tokens too
 OLD = vllm.__version__ == "0.26.0"
-FORMATS: dict[str, dict[str, str]] = {  # of packed weights and others that have one case: more options
-    "fp8_modelopt": {},
-    "int4_group": {},
-    "int4_channel": {},
-    "int4_zp": {},
-    "int8_packed": {},
-    "int8_packed_zp": {},
-    "gptq": {},
-    "gptq8": {},
-    "gptq_static": {},
-    "gptq_rows": {"quantization": "moe_wna16"},
-    "awq": {},
-    "awq_rows": {"quantization": "moe_wna16"},
-    "nvfp4_w4a16": {},
-    "nvfp4": {},
-    "nvfp4_modelopt": {},
-    "mxfp4": {},
-    "mxfp8": {},
-    "mxfp8_modelopt": {},
-}
 CHECKPOINT = {"gptq_rows": "gptq", "awq_rows": "awq"}  # of forms that share one
+PLAIN = "fp8_modelopt int4_group int4_channel int4_zp int8_packed int8_packed_zp gptq gptq8 gptq_static awq"
+PLAIN += " nvfp4_w4a16 nvfp4 nvfp4_modelopt mxfp4 mxfp8 mxfp8_modelopt"
+FORMATS: dict[str, dict[str, str]] = {form: {} for form in PLAIN.split()}  # those that have one case: more options
+FORMATS |= {form: {"quantization": "moe_wna16"} for form in CHECKPOINT}
 if not OLD:
     del FORMATS["gptq_static"]  # it refuses desc_act
 if WORLD > 1:
@@ -165,16 +149,15 @@ def family(name: str, tp: int = 1) -> Iterator[VllmEngine]:
 def qwen3_moe() -> None:
     """The first family, and what is tested with one alone."""
     for made in family("qwen3_moe"):
-        attempt(vllm_cases.faults_are_seen, made)
-        attempt(vllm_cases.parameters_stay, made)
-        attempt(vllm_cases.ranks_without_rows, made)
-        attempt(vllm_cases.bad_input, made, MAX_TOKENS)
-        attempt(vllm_cases.two_slots, made)
+        cases = vllm_cases
+        for case in (cases.faults_are_seen, cases.parameters_stay, cases.ranks_without_rows, cases.two_slots):
+            attempt(case, made)
+        attempt(cases.bad_input, made, MAX_TOKENS)
         if WORLD == 1:
-            attempt(vllm_cases.crossed, made)
-            attempt(vllm_cases.hooks_are_checked)
-            attempt(vllm_cases.formats_are_refused)
-        attempt(vllm_cases.other_layers, made)
+            attempt(cases.crossed, made)
+            attempt(cases.hooks_are_checked)
+            attempt(cases.formats_are_refused)
+        attempt(cases.other_layers, made)
 
 
 def deepseek_v3(tp: int = 1) -> None:

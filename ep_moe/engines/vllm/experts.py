@@ -40,13 +40,7 @@ class EpMoeExperts(mk.FusedMoEExpertsModular):
         """Compute these weights, whatever w1 and w2 a call passes. Local."""
         self._weights, self._experts, self._made_of = weights, experts, ()
 
-    @staticmethod
-    def _supports_current_device() -> bool:
-        return True
-
-    @staticmethod
-    def _supports_no_act_and_mul() -> bool:
-        return True
+    _supports_current_device = _supports_no_act_and_mul = staticmethod(lambda: True)
 
     @staticmethod
     def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 from helpers import small_models
+from helpers.fp8_oracle import loop, quantized, spread
 from helpers.small_models import logits_of
 from safetensors.torch import save_file
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ep_moe.config import ActivationConfig, GroupConfig, MoEConfig, RoutingConfig
@@ -24,7 +25,7 @@ from ep_moe.engines.transformers.loading import build_skeleton, load_whole
 from ep_moe.group import EPGroup
 from ep_moe.launch import launch
 from ep_moe.placement import Placement
-from ep_moe.quant import dequantize, get_scheme, quantize, quantize_weight
+from ep_moe.quant import get_scheme, quantize_weight
 from ep_moe.routing import route
 from ep_moe.testing import ROW_ERROR_LIMITS, assert_same_bits, worst_row_error
 from ep_moe.weights import FAMILIES, Checkpoint, ExpertWeights, find_family, moe_config, storage
@@ -450,20 +451,6 @@ SCHEMES_ON_DISK = {
 }
 
 
-def to_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Values, scales and dequantized values, a block at a time."""
-    rows, columns = (-(-size // step) for size, step in zip(weight.shape, BLOCK, strict=True))
-    values, scale = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(rows, columns)
-    real = torch.empty_like(weight)
-    for i in range(rows):
-        for j in range(columns):
-            here = slice(i * BLOCK[0], (i + 1) * BLOCK[0]), slice(j * BLOCK[1], (j + 1) * BLOCK[1])
-            scale[i, j] = weight[here].abs().max() / 448
-            values[here] = (weight[here] / scale[i, j]).to(torch.float8_e4m3fn)
-            real[here] = values[here].float() * scale[i, j]
-    return values, scale, real
-
-
 @functools.cache
 def fp8_parts(family: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The tensors of an fp8 checkpoint, and the same dequantized."""
@@ -472,7 +459,8 @@ def fp8_parts(family: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Ten
         if value.isnan().any() or value.dim() != 2 or any(part in name for part in PLAIN):
             stored[name] = real[name] = value
         else:
-            stored[name], stored[f"{name}_scale_inv"], real[name] = to_fp8(value)
+            stored[name], scale = quantized(value, BLOCK)
+            stored[f"{name}_scale_inv"], real[name] = scale, stored[name].float() * spread(scale, value.shape, BLOCK)
     return stored, real
 
 
@@ -511,20 +499,10 @@ def test_a_whole_model_from_fp8(family: str) -> None:
     check_whole(fp8_directory(family), fp8_model(family))
 
 
-def rounded(x: torch.Tensor) -> torch.Tensor:
-    """Tokens after quantizing and dequantizing, as a GEMM sees them."""
-    return dequantize(quantize(x, get_scheme("fp8_block_{}x{}".format(*BLOCK))))
-
-
-def fp8_forward(module: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def fp8_forward(module: Any, *arguments: torch.Tensor) -> torch.Tensor:
     """The output of a transformers experts module whose GEMMs take quantized tokens."""
-    out = torch.zeros_like(x)
-    for expert in range(module.num_experts):
-        tokens, slot = torch.where(ids == expert)
-        gate, up = linear(rounded(x[tokens]), module.gate_up_proj[expert]).chunk(2, dim=-1)
-        y = linear(rounded(silu(gate) * up), module.down_proj[expert])
-        out.index_add_(0, tokens, y * weights[tokens, slot, None])
-    return out
+    weights = list(zip(module.gate_up_proj, module.down_proj, strict=True))
+    return loop(weights, BLOCK[1], (None, None), arguments)
 
 
 def with_rounded_tokens(family: str) -> PreTrainedModel:

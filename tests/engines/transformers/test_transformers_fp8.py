@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from helpers.fp8_oracle import loop, quantized, spread
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, replace_with_fp8_linear
@@ -27,7 +28,6 @@ from ep_moe.launch import launch
 
 VERSION = tuple(int(number) for number in re.findall(r"\d+", transformers.__version__)[:2])
 HAS_HOOK = (VERSION >= (5, 23) or VERSION < (5, 19)) and is_accelerate_available()
-E4M3_MAX = 448.0
 LIMIT = 1e-2  # the worst row's relative error, as elsewhere for fp8: a rounding may fall to the other side
 HIDDEN, INTERMEDIATE, EXPERTS = 64, 32, 6
 BLOCK = (16, 32)
@@ -52,57 +52,6 @@ def config_of(intermediate: int = INTERMEDIATE) -> Any:
         bos_token_id=1,
         eos_token_id=2,
     )
-
-
-def rounded(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """x in fp8 with a scale, and back."""
-    return (x / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float() * scale
-
-
-def power_of_two(scale: torch.Tensor) -> torch.Tensor:
-    """The next power of two that is not smaller."""
-    return torch.exp2(scale.log2().ceil())
-
-
-def rounded_rows(x: torch.Tensor, group: int, static: float | None, powers: bool = False) -> torch.Tensor:
-    """Tokens [T, K] with a scale per token and group of columns, or one that is given."""
-    if static is not None:
-        return rounded(x, torch.tensor(static))
-    scales = [(part, part.abs().amax(1, keepdim=True).clamp(min=1e-10) / E4M3_MAX) for part in x.split(group, dim=1)]
-    return torch.cat([rounded(part, power_of_two(scale) if powers else scale) for part, scale in scales], dim=1)
-
-
-def spread(scale: torch.Tensor, shape: torch.Size, block: tuple[int, int]) -> torch.Tensor:
-    """Scales of blocks, one for each element of a matrix of a shape."""
-    wide = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-    return wide[: shape[0], : shape[1]]
-
-
-def quantized(weight: torch.Tensor, block: tuple[int, int], powers: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix in fp8, and the scales of its blocks."""
-    rows = [part.split(block[1], dim=1) for part in weight.split(block[0], dim=0)]
-    scale = torch.stack([torch.stack([part.abs().max() / E4M3_MAX for part in row]) for row in rows])
-    scale = power_of_two(scale) if powers else scale
-    return (weight / spread(scale, weight.shape, block)).to(torch.float8_e4m3fn), scale
-
-
-def loop(
-    weights: list[tuple[torch.Tensor, torch.Tensor]],
-    group: int,
-    static: tuple[float | None, float | None],
-    arguments: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    powers: bool = False,
-) -> torch.Tensor:
-    """The oracle: dequantized weights [2I, H] and [H, I] of each expert, tokens [T, H], ids and weights [T, K]."""
-    x, ids, shares = arguments
-    result = torch.zeros_like(x)
-    tokens = rounded_rows(x, group, static[0], powers)
-    for token in range(x.shape[0]):
-        for expert, share in zip(ids[token].tolist(), shares[token], strict=True):
-            gate, up = (weights[expert][0] @ tokens[token]).chunk(2)
-            inner = rounded_rows((torch.nn.functional.silu(gate) * up)[None], group, static[1], powers)[0]
-            result[token] += share * (weights[expert][1] @ inner)
-    return result
 
 
 def worst(found: torch.Tensor, wanted: torch.Tensor) -> float:
