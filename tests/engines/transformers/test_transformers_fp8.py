@@ -2,10 +2,8 @@
 expert parallelism. The reference is a loop over tokens with dequantized weights and rounded tokens.
 """
 
-import functools
 import json
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 import transformers
 from helpers.fp8_oracle import loop, quantized, spread
+from helpers.small_models import logits_of, make_config, token_ids
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, replace_with_fp8_linear
@@ -25,6 +24,7 @@ from ep_moe.engines.transformers import distributed_config, register, shard_expe
 from ep_moe.engines.transformers.experts import weights_of
 from ep_moe.group import EPGroup
 from ep_moe.launch import launch
+from ep_moe.testing import worst_row_error
 
 VERSION = tuple(int(number) for number in re.findall(r"\d+", transformers.__version__)[:2])
 HAS_HOOK = (VERSION >= (5, 23) or VERSION < (5, 19)) and is_accelerate_available()
@@ -34,42 +34,20 @@ BLOCK = (16, 32)
 
 
 def config_of(intermediate: int = INTERMEDIATE) -> Any:
-    return type(AutoConfig.for_model("qwen3_moe"))(
-        hidden_size=HIDDEN,
-        intermediate_size=64,
-        moe_intermediate_size=intermediate,
-        num_experts=EXPERTS,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=64,
-        max_position_embeddings=64,
-        initializer_range=0.3,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    sizes = {"hidden_size": HIDDEN, "moe_intermediate_size": intermediate, "num_hidden_layers": 2, "head_dim": 16}
+    return make_config("qwen3_moe", **sizes, num_experts=EXPERTS, norm_topk_prob=True, initializer_range=0.3)
 
 
-def worst(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    found, wanted = found.flatten(0, -2), wanted.flatten(0, -2)
-    return float(((found - wanted).norm(dim=1) / wanted.norm(dim=1)).nan_to_num(9).max())
-
-
-@functools.cache
-def checkpoint() -> tuple[Path, Path]:
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A tiny model as float32, and with its experts in fp8 blocks; every expert is another."""
-    plain, folder = (Path(tempfile.mkdtemp(prefix="ep_moe_test_")) for _ in range(2))
+    plain, folder = tmp_path_factory.mktemp("plain"), tmp_path_factory.mktemp("fp8")
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(config_of()).eval()
     model.save_pretrained(plain)
     tensors = load_file(plain / "model.safetensors")
     for name in [name for name in tensors if ".experts." in name]:
-        tensors[name], scale = quantized(tensors[name], BLOCK)
-        tensors[f"{name}_scale_inv"] = scale
+        tensors[name], tensors[f"{name}_scale_inv"] = quantized(tensors[name], BLOCK)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     ignored = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     ignored += [f"model.layers.{layer}.mlp.gate" for layer in range(2)]
@@ -87,21 +65,6 @@ def _on_a_cpu():
         patch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
         register()
         yield
-    for folder in checkpoint():
-        for path in folder.iterdir():
-            path.unlink()
-        folder.rmdir()
-    checkpoint.cache_clear()
-
-
-def ids_of(seed: int, rows: int = 2) -> torch.Tensor:
-    return torch.randint(3, 60, (rows, 7), generator=torch.Generator().manual_seed(seed))
-
-
-def logits_of(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        logits = model(ids).logits
-    return logits.full_tensor() if hasattr(logits, "full_tensor") else logits
 
 
 def expected(plain: Path, ids: torch.Tensor) -> torch.Tensor:
@@ -123,21 +86,21 @@ def loaded(folder: Path, **options: Any) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
 
 
-def test_registry_of_fp8_experts() -> None:
-    plain, folder = checkpoint()
+def test_registry_of_fp8_experts(checkpoint: tuple[Path, Path]) -> None:
+    plain, folder = checkpoint
     assert "ep_moe" in ALL_FP8_EXPERTS_FUNCTIONS
     model = loaded(folder, experts_implementation="ep_moe")
     experts = model.model.layers[0].mlp.experts
     assert weights_of(experts).scheme.name == f"fp8_block_{BLOCK[0]}x{BLOCK[1]}"
-    wanted = expected(plain, ids_of(1))
-    assert worst(logits_of(model, ids_of(1)), wanted) < LIMIT
+    wanted = expected(plain, token_ids(1))
+    assert worst_row_error(logits_of(model, token_ids(1)), wanted) < LIMIT
     for key in ("gate_up_proj", "down_proj_scale_inv"):  # parameters are read in place
         data = getattr(experts, key).data
         data = data.view(torch.uint8) if data.element_size() == 1 else data
         data.copy_(data[[1, 0, *range(2, EXPERTS)]])
-        assert worst(logits_of(model, ids_of(1)), wanted) > LIMIT
+        assert worst_row_error(logits_of(model, token_ids(1)), wanted) > LIMIT
         data.copy_(data[[1, 0, *range(2, EXPERTS)]])
-    assert worst(logits_of(model, ids_of(1)), wanted) < LIMIT
+    assert worst_row_error(logits_of(model, token_ids(1)), wanted) < LIMIT
 
 
 FORMS = {  # block, activation scheme, dtype of the scales, our scheme
@@ -187,10 +150,10 @@ def test_forms_of_scales(form: str) -> None:
     shares, ids = torch.rand(9, EXPERTS, generator=random).topk(2)
     with torch.no_grad():
         found = module(x, ids, shares)
-    assert worst(found, loop(weights, block[1] if block else 1000, static, (x, ids, shares), powers)) < LIMIT
+    assert worst_row_error(found, loop(weights, block[1] if block else 1000, static, (x, ids, shares), powers)) < LIMIT
 
 
-def test_what_is_not_computed_is_named() -> None:
+def test_what_is_not_computed_is_named(checkpoint: tuple[Path, Path]) -> None:
     module = experts_module(BLOCK, "dynamic", "ue8m0")
     with pytest.raises(ValueError, match="scheme 'fp8_block_ue8m0' has no form with blocks of 16x32"):
         weights_of(module)
@@ -205,7 +168,7 @@ def test_what_is_not_computed_is_named() -> None:
     with pytest.raises(ValueError, match=r"gate_up_proj of FP8Experts is torch.int8"):
         weights_of(module)
     with pytest.raises(ValueError, match=r"scheme is 'int8_token', but .* is loaded in 'fp8_block_16x32'"):
-        shard_experts(loaded(checkpoint()[1]), EPGroup.single("cpu"), scheme="int8_token")
+        shard_experts(loaded(checkpoint[1]), EPGroup.single("cpu"), scheme="int8_token")
 
 
 def on_rank(group: EPGroup, plain: Path, folder: Path) -> dict[str, Any]:
@@ -213,22 +176,24 @@ def on_rank(group: EPGroup, plain: Path, folder: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
     FineGrainedFP8HfQuantizer.validate_environment = lambda *_, **__: None
     register()
-    wanted = [expected(plain, ids_of(seed)) for seed in (1, 2)]
+    wanted = [expected(plain, token_ids(seed)) for seed in (1, 2)]
     sharded = shard_experts(loaded(folder), group)
     found = {
-        "sharded": worst(logits_of(sharded, ids_of(1 + group.rank)), wanted[group.rank]),
+        "sharded": worst_row_error(logits_of(sharded, token_ids(1 + group.rank)), wanted[group.rank]),
         "experts": sharded.ep_moe.layers[0].weights.num_local_experts,
         "scheme": sharded.ep_moe.scheme,
     }
     if HAS_HOOK:
         config = distributed_config(AutoConfig.from_pretrained(folder), group.num_ranks)
-        found["tp x ep"] = worst(logits_of(loaded(folder, distributed_config=config), ids_of(1)), wanted[0])
+        found["tp x ep"] = worst_row_error(
+            logits_of(loaded(folder, distributed_config=config), token_ids(1)), wanted[0]
+        )
     return found
 
 
-def test_two_ranks() -> None:
+def test_two_ranks(checkpoint: tuple[Path, Path]) -> None:
     env, config = {"CUDA_VISIBLE_DEVICES": ""}, GroupConfig(timeout_secs=120)
-    ranks = launch(on_rank, *checkpoint(), num_ranks=2, config=config, device="cpu", env=env)
+    ranks = launch(on_rank, *checkpoint, num_ranks=2, config=config, device="cpu", env=env)
     for found in ranks:
         assert (found.pop("experts"), found.pop("scheme")) == (EXPERTS // 2, "fp8_block_16x32")
         assert len(found) == 1 + HAS_HOOK
