@@ -230,7 +230,7 @@ def _compressed_scheme(weights: Config, tokens: Config | None, form: Any) -> tup
     if tokens is not None:
         _require(tokens, num_bits=(4, 8), type=("int", "float"), symmetric=(True, None))
     bits = None if tokens is None else (tokens["type"], tokens["num_bits"])
-    if form in _MICRO_FORMS:
+    if isinstance(form, str) and form in _MICRO_FORMS:
         wanted, group_size, by_bits = _MICRO_FORMS[form]
         _require(weights, strategy=(wanted,), group_size=(group_size,), symmetric=(True, None))
         name = by_bits.get(bits)

@@ -307,6 +307,7 @@ BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16]}
         (changed("pack_quantized", ("config_groups",), {}), ("config_groups {}",)),
         (changed("pack_quantized", ("config_groups", "group_1"), {"weights": FP8}), ("2 formats",)),
         (changed("pack_quantized", ("format",), "marlin-24"), ("format 'marlin-24'",)),
+        (changed("pack_quantized", ("format",), ["dense"]), ("format ['dense']",)),
         (changed("pack_quantized", (*WEIGHTS, "num_bits"), 3), ("num_bits 3",)),
         (changed("pack_quantized", (*WEIGHTS, "strategy"), "attn_head"), ("strategy 'attn_head'",)),
         (changed("pack_quantized", (*WEIGHTS[:2], "input_activations"), FP4), ("input_activations",)),
