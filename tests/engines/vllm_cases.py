@@ -143,9 +143,11 @@ def two_slots(made: Any) -> None:
     state = layer.quant_method.ep_moe
     kernel = layer.quant_method.moe_kernel
     sizes = dataclasses.replace(kernel.prepare_finalize.transport.config, num_slots=2)
-    shared = made.plugin.transports.get(state.process_group, layer.moe_config.num_experts, sizes, torch.device(DEVICE))
+    transport = made.plugin.transports.get(
+        state.process_group, layer.moe_config.num_experts, sizes, torch.device(DEVICE)
+    )
     options = dataclasses.replace(kernel.prepare_finalize.options, layout=Layout.COMPACT)
-    exchange = EpMoePrepareAndFinalize(shared.transport, options)
+    exchange = EpMoePrepareAndFinalize(transport, options)
     batches = [rows_of(made, made.rank, 5, seed) for seed in (1, 2)]
     outputs = [torch.full_like(rows.x, torch.nan) for rows in batches]
     plain = [call(made, rows) for rows in batches]
@@ -193,7 +195,7 @@ def crossed(made: Any) -> None:
     transport = layer.quant_method.moe_kernel.prepare_finalize.transport
     options = RoundOptions(layout=Layout.BATCHED, scheme=get_scheme("none"))
     sizes = dataclasses.replace(transport.config, max_tokens_per_rank=most)
-    own = made.plugin.transports.get(None, moe.num_experts, sizes, torch.device(DEVICE)).transport
+    own = made.plugin.transports.get(None, moe.num_experts, sizes, torch.device(DEVICE))
 
     def run(ours: bool, our_experts: bool) -> torch.Tensor:
         exchange = (

@@ -151,15 +151,15 @@ class EngineLayer:
         if sizes not in self.plugin.loaded:  # the first layer of its kind waits until all ranks have read their files
             self.group.wait_for_all("load")
             self.plugin.loaded.add(sizes)
-        shared = self.plugin.transports.get(self.process_group, self.kind.moe.num_experts, sizes, self._device)
+        transport = self.plugin.transports.get(self.process_group, self.kind.moe.num_experts, sizes, self._device)
         layouts = " or ".join(layout.value for layout in self.layouts)
         self.plugin.log_once(
             f"{sizes} {scheme}",
             logging.INFO,
-            f"ep_moe runs {self.name} and layers like it: {shared.group.num_ranks} ranks, scheme {scheme}, layout "
+            f"ep_moe runs {self.name} and layers like it: {self.group.num_ranks} ranks, scheme {scheme}, layout "
             f"{layouts} (by the step's tokens), at most {sizes.max_tokens_per_rank} tokens per rank",
         )
-        return shared.transport
+        return transport
 
     def _with_input_scales(self, parameters: Any, weights: ExpertWeights) -> ExpertWeights:
         """Add static scales of activations, if any: one for all experts of all ranks, the largest, since an

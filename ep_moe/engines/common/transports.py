@@ -2,6 +2,7 @@
 
 import atexit
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,20 +19,6 @@ def with_topk(config: TransportConfig, num_topk: int | None) -> TransportConfig:
     return dataclasses.replace(config, max_topk=max(config.max_topk, num_topk or 0))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class SharedTransport:
-    """One transport for all layers over one process group."""
-
-    process_group: dist.ProcessGroup | None  # None for one rank without any
-    group: EPGroup
-    transport: Transport
-
-    def close(self) -> None:
-        """Destroy transport and group, not the process group. Local, calling it twice is fine."""
-        self.transport.destroy()
-        self.group.destroy()
-
-
 class SharedTransports:
     """Transports that are shared by all layers with the same sizes, also by those of later models.
 
@@ -46,7 +33,7 @@ class SharedTransports:
         self._transport = transport
         self._config = GroupConfig() if config is None else config
         self._joined: dict[str, tuple[dist.ProcessGroup, EPGroup]] = {}
-        self._open: dict[tuple[Any, ...], SharedTransport] = {}
+        self._open: dict[tuple[Any, ...], tuple[dist.ProcessGroup | None, Transport, Callable[[], None]]] = {}
         self._num_modules = 0
 
     def number_module(self) -> int:
@@ -71,21 +58,23 @@ class SharedTransports:
 
     def get(
         self, process_group: dist.ProcessGroup | None, num_experts: int, sizes: TransportConfig, device: torch.device
-    ) -> SharedTransport:
+    ) -> Transport:
         """The transport over a process group (None is this rank alone) for E experts placed linearly.
 
         Collective for the first layer with these sizes; all ranks call it in the same order.
         """
         key = ("" if process_group is None else process_group.group_name, num_experts, sizes, device)
-        shared = self._open.get(key)
-        if shared is not None and shared.process_group is not process_group:
-            shared.close()
-            shared = None
-        if shared is None:
+        known = self._open.get(key)
+        if known is None or known[0] is not process_group:
+            if known is not None:
+                known[2]()
             group = self.join(process_group, device)
-            placement = Placement.linear(num_experts, group.num_ranks)
-            transport = create_transport(self._transport, group, placement, sizes)
-            shared = SharedTransport(process_group=process_group, group=group, transport=transport)
-            self._open[key] = shared
-            atexit.register(shared.close)
-        return shared
+            transport = create_transport(self._transport, group, Placement.linear(num_experts, group.num_ranks), sizes)
+
+            def close() -> None:
+                transport.destroy()
+                group.destroy()
+
+            self._open[key] = known = (process_group, transport, close)
+            atexit.register(close)
+        return known[1]

@@ -60,7 +60,7 @@ class MeshExperts:
                 hidden=like.shape[2], max_tokens_per_rank=self._config.max_tokens_per_rank, dtype=dtype, num_slots=1
             )
             sizes = with_topk(sizes, num_topk)
-            self._shared = self._transports.get(self._expert_group, num_experts, sizes, like.device)
+            self._transport = self._transports.get(self._expert_group, num_experts, sizes, like.device)
             self._moe = MoEConfig(
                 hidden=like.shape[2],
                 intermediate=weights.w2.values.shape[2],
@@ -75,7 +75,7 @@ class MeshExperts:
         layer = ExpertParallelMoE(
             self._moe,
             self._weights.current(module),
-            self._shared.transport,
+            self._transport,
             experts=self._config.experts,
             layer_index=self._index,
         )
@@ -100,7 +100,7 @@ class MeshExperts:
         part = layer.forward_routed(x[mine], ids[mine], weights[mine])
         padded = torch.nn.functional.pad(part, (0, 0, 0, rows - part.shape[0]))
         gathered = padded.new_empty(sharers * rows, padded.shape[1])
-        with self._shared.group.guard("gather"):
+        with self._transports.join(self._expert_group, x.device).guard("gather"):
             dist.all_gather_into_tensor(gathered, padded, group=self._batch_group)
         return gathered[: x.shape[0]]
 
