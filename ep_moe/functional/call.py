@@ -192,11 +192,7 @@ class Operation(Generic[Call, Result]):
 
 
 def _identities(tensors: Sequence[torch.Tensor | None]) -> tuple[object, ...]:
-    """Ids, addresses, shapes, dtypes and strides of tensors, for a key.
-
-    An id identifies a tensor as long as the plan ends with it. A tensor that got other memory, or another view of its
-    memory (`tensor.data = ...`), has another address or other strides.
-    """
+    """Ids, addresses, shapes, dtypes and strides for a key: `tensor.data = ...` changes one of the last three."""
     present = [tensor for tensor in tensors if tensor is not None]
     places = *map(torch.Tensor.data_ptr, present), *map(_LIES, present), *map(torch.Tensor.stride, present)
     return (*map(id, tensors), *places)

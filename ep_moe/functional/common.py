@@ -41,11 +41,9 @@ def served_scheme(names: tuple[str, ...], device: torch.device) -> QuantScheme:
 def experts_for(
     activation: ActivationConfig, scheme: QuantScheme, device: torch.device, tiles: ExpertTiles | None = None
 ) -> Experts:
-    """The experts for a scheme, kept for later calls of this thread, which find their launches prepared. Local.
+    """The experts for a scheme, kept for later calls of this thread; `tiles` are those of kernels, None of the tables.
 
     A log line at level WARNING says if a GPU has no kernel for the scheme, so that torch computes it.
-
-    Args: tiles: of the kernels, None for those of the tables. Experts in torch have none.
     """
     kept, key = plan_cache(threading.get_ident()), ("experts", activation, scheme, device, tiles)
     found: Experts | None = kept.get(key)

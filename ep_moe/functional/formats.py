@@ -161,10 +161,7 @@ def _zero(given: GivenWeight, scheme: QuantScheme, shape: tuple[int, int, int], 
 def matrix_of(
     given: GivenWeight, scheme: QuantScheme, flags: Flags, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> StoredMatrix:
-    """A weight of `shape` [E, N, C] as the runtime has it, checked; `dtype` is the tokens'.
-
-    Its tensors are views where `is_view` says so. Errors: ValueError for other shapes and dtypes. Local.
-    """
+    """A weight [E, N, C] as the runtime has it, views where `is_view` says so. Errors: ValueError. Local."""
     values, stored = given.values, scheme.weight
     kind = stored.dtype or dtype
     needed = (*shape[:2], stored.row_values(shape[2]))

@@ -30,11 +30,7 @@ _VERSION = operator.attrgetter("_version")
 
 @functools.lru_cache(maxsize=64)
 def plan_cache(thread: int) -> PlanCache[Any]:
-    """What the calls of a thread find again: plans, weights in the runtime's formats, and experts.
-
-    Threads may share launches (`ep_moe.kernel_launch`), but a plan has memory of its own, such as `CopiedScale`, which
-    each call writes on its thread's stream.
-    """
+    """What the calls of a thread find again: plans, which have memory of their own, weights in our formats, experts."""
     del thread
     return PlanCache(_MOST_KEPT)
 
@@ -42,9 +38,7 @@ def plan_cache(thread: int) -> PlanCache[Any]:
 def keep(key: Hashable, plan: object, device: torch.device, owners: Iterable[torch.Tensor | None]) -> None:
     """Find a plan by a key, in this thread, unless a CUDA graph is captured, whose memory it might have. Local.
 
-    Args:
-        device: of the call. owners: tensors whose identities are in the key; the plan ends with the first of them. It
-            must not hold them, which would stay alive, but may hold detached views.
+    Args: owners: tensors whose ids are in the key; the plan ends with the first, and may hold detached views alone.
     """
     if not capturing(device):
         cache = plan_cache(threading.get_ident())
@@ -52,10 +46,7 @@ def keep(key: Hashable, plan: object, device: torch.device, owners: Iterable[tor
 
 
 class CopiedScale:
-    """A caller's static scale, of which kernels read a copy for each expert, made again in each call.
-
-    Args: own: what kernels read, None without. given: the caller's.
-    """
+    """A caller's static scale, of which kernels read a copy for each expert, written again in each call."""
 
     def __init__(self, own: torch.Tensor | None, given: torch.Tensor | None) -> None:
         copied = own is not None and given is not None and own.data_ptr() != given.data_ptr()
@@ -130,9 +121,8 @@ class RoutedPlan:
     """The launches of a call of `local_moe` that has returned, for calls that differ from it in addresses and values.
 
     Args:
-        joined: the launches. weights: of that call. factor: multiplies the routing weights.
-        inner_scale: the caller's static scale of the intermediate, of which `weights` may have copies.
-        lists_tokens: tokens are among the lists of `listed`.
+        factor: multiplies the routing weights. inner_scale: the caller's static scale of the intermediate, of which
+            `weights` may have copies. lists_tokens: tokens are among the lists of `listed`.
     """
 
     def __init__(
@@ -162,9 +152,7 @@ class RoutedPlan:
     ) -> "RoutedPlan | None":
         """The plan of a call of `local_moe` that has returned; None if it was no sequence of loaded launches.
 
-        Args: before: launches that find the routing, and perhaps tokens, as of `repeated_call`; the plan's calls are
-            then `listed`. options: the others of that call.
-        Local.
+        Args: before: as of `repeated_call`; the plan's calls are then `listed`. options: the others of that call.
         """
         joined = repeated_call(x, routing, weights, experts, before=before, **options)
         if joined is None or not joined.fix_weights():  # the key of a plan holds the weights' addresses
@@ -182,11 +170,7 @@ class RoutedPlan:
         static_scale: torch.Tensor | None = None,
         inner_scale: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """The weighted sum [T, H], or None, with nothing launched, if a tensor is not aligned to 16 bytes.
-
-        Args: static_scale, inner_scale: of the tokens and of the intermediate, if they are static.
-        Local, on the current stream, no host sync.
-        """
+        """The weighted sum [T, H], or None, with nothing launched, if a tensor is not aligned to 16 bytes."""
         if topk_weights.dtype != torch.float32:
             topk_weights = topk_weights.float()
         if self._factor != 1.0:
@@ -204,10 +188,7 @@ class RoutedPlan:
         static_scale: torch.Tensor | None = None,
         inner_scale: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """`__call__` where launches find the routing, which are given `lists`. Local, no host sync.
-
-        Args: x: tokens as the caller has them, also if they are listed.
-        """
+        """`__call__` with launches that find the routing in `lists`, and the tokens of x if these are among them."""
         if not self._inner_scale.update(inner_scale):
             return None
         first, _, _, *numbers = self._joined.inputs(x, lists[0], lists[0], static_scale)

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -96,23 +96,20 @@ def repeated_call(
     experts: Experts,
     *,
     before: "LaunchSequence | None" = None,
-    local_expert_offset: int = 0,
-    num_local_experts: int | None = None,
-    num_experts: int | None = None,
-    dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
+    **options: Any,
 ) -> "JoinedCall | None":
     """The launches of a call of `local_moe` that has returned, for callers that know which later calls are like it.
 
     Args:
         before: launches that come first, in whose workspace "ids" and "weights" are those of the routing, and "tokens"
             those of x, if it has them.
-        The others: of the call; later ones differ in addresses and values of tensors alone.
+        The others: of the call, but a layout; later ones differ in addresses and values of tensors alone.
     Returns: None if not all of the call is repeated launches, which it is on GPUs if rows have no gaps.
     Local; nothing is launched.
     """
     routing, tokens_in_sum = _of_rows(x, routing)
-    chosen = Layout.COMPACT, local_expert_offset, num_local_experts, num_experts, dtype, tokens_in_sum
+    chosen = _Chosen(tokens_in_sum=tokens_in_sum, **options)
     kind = _kind_of(_key_of(x, routing, weights, chosen), x, routing, weights, chosen)
     if kind.packing is None:
         return None
@@ -134,19 +131,15 @@ def local_rows(
     routing: Routing,
     weights: ExpertWeights,
     experts: Experts,
-    *,
-    local_expert_offset: int = 0,
-    num_local_experts: int | None = None,
-    num_experts: int | None = None,
-    dtype: torch.dtype | None = None,
+    **options: Any,
 ) -> ExpertRows:
     """`local_moe` without its last step, the weighted sum.
 
-    Args and errors: as of `local_moe`.
+    Args and errors: as of `local_moe`, but a layout, and `out`.
     Returns: T * min(K, L) rows; a repeated expert has one row, at its first place, and the sum of its weights.
     Local, on the current stream. On a GPU no host sync, and safe in CUDA graphs, if `experts` is.
     """
-    chosen = Layout.COMPACT, local_expert_offset, num_local_experts, num_experts, dtype, 1
+    chosen = _Chosen(**options)
     kind = _kind_of(_key_of(x, routing, weights, chosen), x, routing, weights, chosen)
     packing = kind.packing
     if packing is not None:
@@ -168,14 +161,19 @@ def _of_rows(x: torch.Tensor | Quantized, routing: Routing) -> tuple[Routing, in
     return Routing(topk_ids=apart[0], topk_weights=apart[1]), ids.shape[1]
 
 
-_Chosen = tuple[Layout, int, int | None, int | None, torch.dtype | None, int]
+class _Chosen(NamedTuple):
+    """The arguments of `local_moe` that are numbers, and how many rows of x have one sum."""
+
+    layout: Layout = Layout.COMPACT
+    local_expert_offset: int = 0
+    num_local_experts: int | None = None
+    num_experts: int | None = None
+    dtype: torch.dtype | None = None
+    tokens_in_sum: int = 1
 
 
 class _Kind:
-    """Calls whose tensors of tokens and routing have the same shapes and dtypes.
-
-    Args: packing: launches that pack, None if they do not compute this kind. sizes: what a call asks for.
-    """
+    """Calls whose tokens and routing have the same shapes and dtypes, packed by launches unless `packing` is None."""
 
     def __init__(self, packing: "RoutedPacking | None", sizes: PackingSizes) -> None:
         self.packing, self.sizes = packing, sizes
@@ -189,10 +187,7 @@ class _Kind:
         out: torch.Tensor | None,
         routing: "LaunchSequence | None" = None,
     ) -> "JoinedCall | None":
-        """The call with these weights as one sequence; None if a part is no repeated launch of a loaded kernel.
-
-        Args: tensors: the packing's `inputs`.
-        """
+        """The call with these weights, of packing's `inputs`; None if a part is no launch of a loaded kernel."""
         packing = self.packing
         if packing is None:
             return None
@@ -214,7 +209,7 @@ class _Kind:
 
 @functools.cache
 def _plans() -> PlanCache[Any]:
-    """Of this process: kinds of calls, by `_key_of`, and calls with certain weights and experts."""
+    """Kinds of calls, by `_key_of`, and calls with certain weights and experts."""
     return PlanCache(_MOST_PLANS)
 
 
@@ -224,7 +219,7 @@ def _schemes(x: torch.Tensor | Quantized) -> tuple[QuantScheme, ...]:
 
 
 def _key_of(
-    x: torch.Tensor | Quantized, routing: Routing, weights: ExpertWeights, chosen: _Chosen
+    x: torch.Tensor | Quantized, routing: Routing, weights: ExpertWeights, chosen: tuple[Any, ...]
 ) -> tuple[object, ...]:
     """Cache key of a kind: type, scheme, shapes, strides and dtypes of tensors, and the other arguments."""
     ids = routing.topk_ids
@@ -239,7 +234,7 @@ def _key_of(
 
 
 def _kind_of(
-    key: object, x: torch.Tensor | Quantized, routing: Routing, weights: ExpertWeights, chosen: _Chosen
+    key: object, x: torch.Tensor | Quantized, routing: Routing, weights: ExpertWeights, chosen: tuple[Any, ...]
 ) -> _Kind:
     """The kind of a call, by its `_key_of`, made and checked once for all of its calls."""
     plans = _plans()
@@ -258,7 +253,9 @@ def _new_packing(x: torch.Tensor | Quantized, routing: Routing, sizes: PackingSi
     return RoutedPacking(x, routing.topk_ids, routing.topk_weights, sizes)
 
 
-def _check(x: torch.Tensor | Quantized, routing: Routing, weights: ExpertWeights, chosen: _Chosen) -> PackingSizes:
+def _check(
+    x: torch.Tensor | Quantized, routing: Routing, weights: ExpertWeights, chosen: tuple[Any, ...]
+) -> PackingSizes:
     """Check the arguments of `local_moe`; what they ask for."""
     layout, first, num_local_experts, num_experts, dtype, tokens_in_sum = chosen
     num_local = weights.num_local_experts if num_local_experts is None else num_local_experts

@@ -20,11 +20,7 @@ _FOUND = ("tokens", "ids", "weights")  # names of packing's inputs that launches
 
 
 class JoinedCall:
-    """Calls with the same weights whose other tensors differ in address and values alone.
-
-    Args:
-        sequence: of `join`. call: the experts' part. packing: of the tokens.
-    """
+    """Calls with the same weights whose other tensors differ in address and values alone."""
 
     def __init__(self, sequence: LaunchSequence, call: RepeatedCall, packing: RoutedPacking) -> None:
         self._sequence, self._weights, self._new_result = sequence, call.weights, packing.new_result

@@ -10,12 +10,7 @@ from ep_moe.kernel_launch.sequence import LaunchSequence
 from ep_moe.kernels.rows.permute import Placed
 from ep_moe.layout.base import TokenRows
 from ep_moe.layout.frame import make_frame
-from ep_moe.layout.triton import (
-    CopyShape,
-    block_tokens,
-    copy_launch,
-    place_launches,
-)
+from ep_moe.layout.triton import CopyShape, block_tokens, copy_launch, place_launches
 
 _ALIGNED_ROWS = 64  # int32 in the 256 bytes to which pieces of a workspace are aligned
 

@@ -84,19 +84,11 @@ class RoutedPacking:
         if scale is not None:  # Triton has no e8m0
             kept = torch.uint8 if scale.dtype.itemsize == 1 else scale.dtype
             aliases |= {f"{name}:bytes": (name, kept) for name in (f"{source}_scale", "scale")}
-        given = ["tokens", "tokens_scale", "ids", "weights", "number"]
-        absent = {
-            name for name, there in (("tokens_scale", isinstance(x, Quantized)), ("number", self._number)) if not there
-        }
-        names = tuple(name for name in given if name not in absent)
+        scaled, number = ["tokens_scale"] * isinstance(x, Quantized), ["number"] * self._number
+        names = "tokens", *scaled, "ids", "weights", *number
         self.sequence = LaunchSequence(self._launches, names, self._pieces, self.device, aliases=aliases)
-        fields = {
-            "scheme": sizes.scheme,
-            "dtype": sizes.dtype,
-            "row_index": None,
-            "expected_rows": sizes.expected_rows,
-            **({} if "scale" in self._pieces else {"scale": None}),
-        }
+        fields = {"scheme": sizes.scheme, "dtype": sizes.dtype, "expected_rows": sizes.expected_rows, "row_index": None}
+        fields |= {} if "scale" in self._pieces else {"scale": None}
         kind = Batched if sizes.layout is Layout.BATCHED else Compact
         self.template = BatchTemplate(kind, object(), fields, self.sequence.workspace)
         self.new_result = allocator((self._summed[0], self._hidden), (self._hidden, 1), sizes.dtype, self.device)
@@ -153,15 +145,9 @@ class RoutedPacking:
             tensors.append(number)
         return tensors
 
-    def pack(
-        self,
-        x: torch.Tensor | Quantized,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        static_scale: torch.Tensor | None = None,
-    ) -> ExpertBatch | None:
-        """Pack inputs of this kind; None if one is not aligned to 16 bytes. Local, no host sync."""
-        tensors = self.inputs(x, topk_ids, topk_weights, static_scale)
+    def pack(self, *inputs: Any) -> ExpertBatch | None:
+        """Pack `inputs` of this kind; None if one is not aligned to 16 bytes. Local, no host sync."""
+        tensors = self.inputs(*inputs)
         addresses = [*map(torch.Tensor.data_ptr, tensors)]
         memory = self.sequence.repeat(addresses)
         if memory is None:
@@ -180,10 +166,7 @@ class RoutedPacking:
         return self._sums.get(_sum_key(dtype, True, out))
 
     def weighted_sum(self, y: torch.Tensor, batch: ExpertBatch, out: torch.Tensor | None = None) -> torch.Tensor:
-        """`ep_moe.layout.weighted_sum` of the experts' output for a batch, of each `tokens_in_sum` tokens.
-
-        Local, no host sync.
-        """
+        """`layout.weighted_sum` of the experts' output for a batch, of each `tokens_in_sum` tokens. No host sync."""
         key = _sum_key(y.dtype, y.is_contiguous(), out)
         target = self.new_result() if out is None else out
         launch, memory = self._sums.get(key), batch.memory

@@ -93,10 +93,7 @@ def launch_row_gemm(
     expected_rows: int,
     tiles: ExpertTiles | None,
 ) -> LaunchSequence:
-    """Compute `ep_moe.local_moe.row_gemm.gemm_rows` of named tensors. Returns the launches, for tensors like these.
-
-    Args: hidden: columns of a row of the weight. expected_rows: of an expert.
-    """
+    """Compute `row_gemm.gemm_rows` of named tensors with `hidden` columns of a weight. Returns the launches."""
     x, out, scale = tensors["x"], tensors["out"], tensors.get("x_scale")
     shape = CallShape(
         device=x.device,

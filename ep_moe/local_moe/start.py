@@ -29,10 +29,7 @@ def start_launch(
     ids_dtype: torch.dtype,
     device: torch.device,
 ) -> Kernel:
-    """The launch for routing, tokens and row tiles of these shapes; it takes tensors as `NAMES` says.
-
-    Args: row_tiles: as of `PreparedCall`. ids_dtype: of the routing. Local; nothing is launched.
-    """
+    """The launch for these shapes, and row tiles as of `PreparedCall`; it takes tensors as `NAMES` says."""
     del ids_dtype  # Triton reads it off the tensors of the first call
     max_tiles, block_m = row_tiles
     programs, num_warps, stride, constants = 1, _LEAST_WARPS, 0, _NOTHING

@@ -104,7 +104,8 @@ IGNORED: tuple[tuple[str, str], ...] = (  # parameters and fields that nothing r
     ("plan_cache.thread", "of a cache's key"),
     (
         "B12xCall.w1_weight_sf B12xCall.w2_weight_sf Fp4Call.gemm1_weights_scale Fp4Call.gemm2_weights_scale"
-        " GivenWeight.static_name",
+        " GivenWeight.static_name GemmCall.B_zp FusedMoE.__init__.gemm1_beta FusedMoE.__init__.routed_scaling_factor"
+        " FusedMoE.__init__.no_combine FusedMoE.__init__.inplace FusedMoE.__init__.routing_method_type",
         "read by place, or by a name",
     ),
     (
@@ -134,9 +135,7 @@ IGNORED: tuple[tuple[str, str], ...] = (  # parameters and fields that nothing r
         "sums of the rows of experts, which are read; outputs are read by place",
     ),
     (
-        "_BatchedExperts.apply.expert_map _BatchedExperts.apply.workspace13 _BatchedExperts.apply.workspace2"
-        " BatchedPrepareAndFinalize.prepare.a2_scale batched_moe_kernel_quantize_input.N"
-        " FusedMoEQuantConfig.per_out_ch_quant",
+        "FusedMoEQuantConfig.per_out_ch_quant",
         "of another part of vLLM's kernel, or known from the tensors",
     ),
     (

@@ -77,11 +77,7 @@ def trtllm_fp4_block_scale_moe(call: Fp4Call) -> list[torch.Tensor]:
 
 
 class _Plan:
-    """What calls share whose tensors differ in addresses and values alone; made of the first one, which is checked.
-
-    Attributes:
-        launches: all of later calls, once a first one has returned; None if it was something else.
-    """
+    """What calls share whose tensors differ in addresses and values alone; made of the first one, which is checked."""
 
     def __init__(self, call: Fp4Call) -> None:
         self.kind = kind_of(call)  # of the weights

@@ -278,10 +278,7 @@ def _routing_of(topk_output: Any) -> tuple[Any, Any, Any, Any, Any]:
 
 
 def _activation_of(config: Any, **needed: Any) -> str:
-    """The activation of options. Errors: ValueError for options that a call does not have.
-
-    Args: needed: values of options that no argument of the call takes.
-    """
+    """The activation of options, of which those in `needed` must have these values. Errors: ValueError."""
     options = options_of(config)
     for name, value in {"is_gated": True, "swiglu_limit": None, **needed}.items():
         if getattr(options, name) != value:

@@ -238,10 +238,7 @@ ConfigsKey = tuple[int, int, str | None, int, int, bool]
 
 
 def _given_configs(key: ConfigsKey, num_tokens: int) -> tuple[Config | None, Config | None]:
-    """The override, or the configs of files, of the first and of the second GEMM; None where there is none.
-
-    Args: key: of `configs_key`.
-    """
+    """The override, or the configs of files by `configs_key`, of the first and of the second GEMM; None without one."""
     override = _override.get()
     if override:
         return override, None
@@ -273,10 +270,8 @@ def _checked(config: Any, where: str) -> dict[str, int]:
 def tiles_of(
     config: Config, scheme: QuantScheme, dtype: torch.dtype, device: torch.device, *, gated: bool
 ) -> ExpertTiles:
-    """A config as tiles of our kernels, with steps and stages that fit the scales and the GPU's shared memory.
+    """A config as tiles of our kernels, which fit scales and the GPU's shared memory; `gated`: of two halves at once.
 
-    Args:
-        dtype: the model's. gated: whether a program of the first GEMM multiplies two halves at once.
     Errors: ValueError names the key, the value and the limit. Local.
     """
     return _tiles_of(tuple(config.items()), scheme, dtype, device, gated)

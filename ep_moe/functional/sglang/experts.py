@@ -151,10 +151,7 @@ def activation_config(
     swiglu_limit: float | None,
     limit_name: str = "gemm1_limit",
 ) -> ActivationConfig:
-    """The activation that SGLang's arguments describe. Local.
-
-    Errors: ValueError names the argument, its value and what it goes with.
-    """
+    """The activation of SGLang's arguments. Errors: ValueError names the argument, and what it goes with. Local."""
     if (name, is_gated) not in _KINDS:
         gated = ", ".join(key for key, gate in _KINDS if gate == is_gated)
         raise ValueError(f"activation ({name!r}) is not one of {gated}, which there are with is_gated {is_gated}")
@@ -331,10 +328,7 @@ def has_copies(call: ExpertsCall, scheme: QuantScheme) -> bool:
 
 
 def kept_or_new(operation: Operation[Any, Any], given: Any, call: ExpertsCall, scheme: QuantScheme) -> ExpertWeights:
-    """The weights of an earlier call with the same tensors, if they are views; else new ones.
-
-    Args: given: the call of this operation, of whose tensors `call` has views.
-    """
+    """The weights of an earlier call, if they are views; else new ones. `call` has views of the tensors of `given`."""
     make = functools.partial(weights_of, call, scheme)
     if any(scale is not None for scale in call.static_scales) or has_copies(call, scheme):
         return make()  # with copies, which would miss later writes to the caller's tensors
@@ -377,10 +371,7 @@ def routed_rows(
     no_combine: bool = False,
     factor: float = 1.0,
 ) -> tuple[torch.Tensor | Quantized, Routing]:
-    """The tokens and the routing that `local_moe` computes: a row for each pair if weights or results need it.
-
-    Args: on_input: weights multiply tokens, and not outputs. no_combine: results are not summed. factor: of the sum.
-    """
+    """The tokens and the routing of `local_moe`: a row for each pair if weights multiply tokens, or without a sum."""
     ids, topk_weights, num_topk = routing.topk_ids, routing.topk_weights, routing.topk_ids.shape[1]
     if on_input or (no_combine and num_topk > 1):
         if isinstance(x, Quantized):

@@ -131,10 +131,7 @@ def _launch(plan: "GemmPlan", call: GemmCall) -> torch.Tensor:
 
 
 def _compute(call: GemmCall, plan: "GemmPlan | None" = None) -> tuple[torch.Tensor, "GemmPlan | None"]:
-    """The call, checked. Errors: ValueError. Local.
-
-    Args: plan: of calls like this one, of which a first one has not returned, or which copy tensors.
-    """
+    """The call, checked, by the plan of calls like it if there is one. Errors: ValueError. Local."""
     given = GivenWeight.of(call, "B", "A_scale", call.A_scale)
     scheme, block = scheme_of(call.flags, [given]), call.config["BLOCK_SIZE_M"]
     if call.A.dim() != 2 or call.A.dtype not in DTYPES.values() or call.B.dim() != 3:

@@ -19,14 +19,9 @@ from ep_moe.quant.triton import largest_or_scale, quantize_sequence
 
 
 class GemmPlan:
-    """The lists of calls of one kind, and their launches once a call has returned.
+    """The lists of calls like a first one, of at least one pair, and their launches once a call has returned.
 
-    Kernels find the expert of each pair, and those of the layouts sort the pairs by expert.
-
-    Args:
-        call: a first one, of at least one pair and expert. scheme: of tokens and weight. block: sorted pairs that have
-            one expert.
-    Local; nothing is launched.
+    Args: block: sorted pairs that have one expert.
     """
 
     def __init__(self, call: GemmCall, scheme: QuantScheme, block: int) -> None:
@@ -58,10 +53,7 @@ class GemmPlan:
     def run(
         self, call: GemmCall, weight: StoredMatrix, c: torch.Tensor, tiles: ExpertTiles | None, *, again: bool
     ) -> None:
-        """A first call, with checked arguments.
-
-        Args: c: [rows, N] contiguous, is written. again: later calls like this one read and write in place.
-        """
+        """A first call, checked, into c [rows, N]; `again`: later ones read and write in place."""
         *sort, weights, numbers = self._listed(call)
         found = self._pairs.workspace.views(self._pairs.run(dict(zip(self._pairs.given, sort, strict=True))))
         views = self._lists.workspace.views(
@@ -107,10 +99,7 @@ class GemmPlan:
         return whole if whole.load() else None
 
     def again(self, call: GemmCall) -> bool:
-        """Launch a later call; False, with nothing launched, if no first one was in place or tensors are not aligned.
-
-        Local, on the current stream, no host sync.
-        """
+        """Launch a later call; False, with nothing launched, without launches or if a tensor is not aligned."""
         if self._whole is None:
             return False
         tensors: list[Any] = [*self._listed(call), call.B, call.B_scale, call.bias, call.C]

@@ -3,6 +3,7 @@
 Letters: T tokens, H hidden, I intermediate, K top-k, E experts, L those of this rank.
 """
 
+import dataclasses
 import itertools
 import weakref
 from collections.abc import Callable, Mapping
@@ -29,6 +30,7 @@ from ep_moe.weights import ExpertWeights
 # an operator takes tensors and plain values only, so a number refers to a layer; the registry keeps no layer alive
 _LAYERS: "weakref.WeakValueDictionary[int, FusedMoE]" = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()
+_OPTIONS = {field.name for field in dataclasses.fields(MoeRunnerConfig)}
 
 
 class _Made:
@@ -103,6 +105,7 @@ class FusedMoE(torch.nn.Module):
         *,
         parallel: MoeParallel | None = None,
     ) -> None:
+        given = {**locals()}  # the arguments by their names
         super().__init__()
         del enable_qwen35_fp8_deferred_finalize, uses_expert_location
         ranks = MoeParallel() if parallel is None else parallel
@@ -116,9 +119,7 @@ class FusedMoE(torch.nn.Module):
         if not 0 <= num_fused_shared_experts <= num_experts:
             raise ValueError(f"num_fused_shared_experts ({num_fused_shared_experts}) is not in [0, {num_experts}]")
         if apply_router_weight_on_input and with_bias:
-            raise ValueError(
-                "with_bias and apply_router_weight_on_input are both set: the weight would multiply b1 too"
-            )
+            raise ValueError("with_bias and apply_router_weight_on_input are both set: weights would multiply b1 too")
         self.layer_id, self.prefix, self.top_k = layer_id, prefix, top_k
         self.num_experts, self.num_fused_shared_experts = num_experts, num_fused_shared_experts
         self.hidden_size, self.reduce_results, self.parallel = hidden_size, reduce_results, ranks
@@ -130,37 +131,16 @@ class FusedMoE(torch.nn.Module):
         self.num_local_experts = placement.num_local_experts(self.moe_ep_rank)
         self.end_expert_id = self.start_expert_id + self.num_local_experts - 1
         self.quant_config, self.use_presharded_weights = quant_config, use_presharded_weights
-        self.moe_runner_config = MoeRunnerConfig(
-            num_experts=num_experts,
-            num_local_experts=self.num_local_experts,
-            hidden_size=hidden_size,
-            intermediate_size_per_partition=self.intermediate_size_per_partition,
-            layer_id=layer_id,
-            top_k=top_k,
-            num_fused_shared_experts=num_fused_shared_experts,
-            params_dtype=params_dtype,
-            routing_method_type=routing_method_type,
-            activation=activation,
-            apply_router_weight_on_input=apply_router_weight_on_input,
-            inplace=inplace,
-            no_combine=no_combine,
-            routed_scaling_factor=routed_scaling_factor,
-            gemm1_alpha=gemm1_alpha,
-            gemm1_beta=gemm1_beta,
-            gemm1_clamp_limit=gemm1_clamp_limit,
-            swiglu_limit=swiglu_limit,
-            gate_up_interleaved=gate_up_interleaved,
-        )
+        sizes: dict[str, Any] = {"num_local_experts": self.num_local_experts}
+        sizes["intermediate_size_per_partition"] = self.intermediate_size_per_partition
+        self.moe_runner_config = MoeRunnerConfig(**{name: given[name] for name in _OPTIONS & given.keys()}, **sizes)
         options_of(self.moe_runner_config)
         numbers = gemm1_alpha, gemm1_clamp_limit, swiglu_limit
         self._activation = activation_config(activation, is_gated, *numbers, limit_name="gemm1_clamp_limit")
         alternating = gemm1_alpha is not None and gate_up_interleaved and activation == "silu"
         self._format = layer_format(quant_config, prefix, num_experts=num_experts)
         if alternating and self._format.stored.granularity == "block":
-            raise ValueError(
-                f"gemm1_alpha ({gemm1_alpha}) has alternating rows with gate_up_interleaved, which blocks of scales do "
-                "not hold"
-            )
+            raise ValueError(f"gemm1_alpha ({gemm1_alpha}) has alternating rows, which share no blocks of scales")
         self._share = Share(
             first=self.start_expert_id,
             count=self.num_local_experts,
@@ -170,7 +150,7 @@ class FusedMoE(torch.nn.Module):
             up_first=self.up_first,
             alternating=alternating,
         )
-        sizes: dict[str, Any] = {"num_local_experts": self.num_local_experts, "hidden": hidden_size}
+        sizes = {"num_local_experts": self.num_local_experts, "hidden": hidden_size}
         sizes |= {"intermediate": self.intermediate_size_per_partition, "with_bias": with_bias}
         sizes["dtype"] = torch.get_default_dtype() if params_dtype is None else params_dtype
         self._parts = {part.name: part for part in parts_of(self._format, num_experts, **sizes)}

@@ -14,6 +14,8 @@ from ep_moe.functional.sglang.layer_formats import as_mapping
 from ep_moe.functional.sglang.routing import routing_config
 from ep_moe.weights import ExpertWeights
 
+_NONE = ("hidden_states_scale", "gemm1_bias", "gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "gemm2_bias")
+
 
 class FlashInferFusedMoE(FusedMoE):
     """`FusedMoE` that routes logits itself: it takes SGLang's or our `BypassedTopKOutput` alone.
@@ -55,10 +57,8 @@ class FlashInferFP4MoE(FusedMoE):
             if getattr(config, option):
                 raise ValueError(f"{option} ({getattr(config, option)}) is set, {name} has none")
         if self._activation != ActivationConfig() or "w13_weight_bias" in self._parts:
-            raise ValueError(
-                f"activation ({config.activation!r}) must be 'silu' without gemm1_alpha and limits, and with_bias "
-                f"False, in {name}"
-            )
+            needed = "'silu' without gemm1_alpha and limits, and with_bias False"
+            raise ValueError(f"activation ({config.activation!r}) must be {needed}, in {name}")
 
     def _made(self) -> ExpertWeights:
         raise RuntimeError(f"{type(self).__name__} has no weights of the runtime's own, FlashInfer's call has")
@@ -76,9 +76,7 @@ class FlashInferFP4MoE(FusedMoE):
             if getattr(topk_output, name, None) is not None:
                 raise ValueError(f"topk_output.{name} is given, {type(self).__name__} routes all logits as they are")
         if options.custom_routing_function is not None:
-            raise ValueError(
-                f"topk_config.custom_routing_function is given, {type(self).__name__} routes logits itself"
-            )
+            raise ValueError(f"topk_config.custom_routing_function is given, {type(self).__name__} routes logits")
         method = routing_config(options, self.num_experts)
         if self.top_k is not None and options.top_k != self.top_k:
             raise ValueError(f"topk_config.top_k ({options.top_k}) is not the layer's ({self.top_k})")
@@ -92,16 +90,10 @@ class FlashInferFP4MoE(FusedMoE):
             routing_logits=logits if logits.dtype == torch.bfloat16 else logits.float(),
             routing_bias=options.correction_bias if biased else None,
             hidden_states=hidden_states,
-            hidden_states_scale=None,
             gemm1_weights=tensors["w13_values"],
             gemm1_weights_scale=tensors["w13_scale"],
-            gemm1_bias=None,
-            gemm1_alpha=None,
-            gemm1_beta=None,
-            gemm1_clamp_limit=None,
             gemm2_weights=tensors["w2_values"],
             gemm2_weights_scale=tensors["w2_scale"],
-            gemm2_bias=None,
             output1_scale_scalar=scales[:, 1].contiguous(),
             output1_scale_gate_scalar=scales[:, 0].contiguous(),
             output2_scale_scalar=tensors["w2_global_scale"],
@@ -115,6 +107,7 @@ class FlashInferFP4MoE(FusedMoE):
             routed_scaling_factor=factor if biased else None,
             routing_method_type=method.method.value,
             norm_topk_prob=method.norm_topk_prob,
+            **dict.fromkeys(_NONE),
         )
         if factor is not None and not biased:
             y = y * factor

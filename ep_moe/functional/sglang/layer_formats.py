@@ -75,10 +75,7 @@ def _skips(config: Mapping[str, Any], module: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LayerFormat:
-    """How a layer's weights are stored.
-
-    Args: method: None if they are not quantized. on_load: they are loaded unquantized, and quantized to fp8 then.
-    """
+    """How weights are stored: not quantized without a method; `on_load`: quantized to fp8 after they are loaded."""
 
     method: Method | None = None
     on_load: bool = False
@@ -253,10 +250,7 @@ def _scale_shape(stored: TensorFormat, rows: int, columns: int, first: bool) -> 
 def _packed_shapes(
     method: Method, rows: int, columns: int, first: bool, dtype: torch.dtype
 ) -> tuple[dict[str, tuple[tuple[int, ...], torch.dtype, None]], dict[str, str]]:
-    """The shapes and dtypes of the parts of weights in int32, and the names of those that `Method.names` lacks.
-
-    Args: dtype: of the scales of integers, until scales are loaded.
-    """
+    """Shapes and dtypes of the parts of weights in int32, and names that `Method.names` lacks."""
     stored, names = method.stored, dict[str, str]()
     scales = stored.scale_shape((rows, columns))
     kind = dtype if stored.family == "integer" else stored.scale_dtype

@@ -140,10 +140,7 @@ def load_expert(
 
 
 def fit_scale(parameter: torch.nn.Parameter, part: Part, loaded: torch.Tensor, name: str) -> None:
-    """Give a parameter of scales the dtype of the first ones that are loaded: the format's are those of the checkpoint.
-
-    Errors: ValueError for scales of another dtype than those before, or of none that is read.
-    """
+    """Give a parameter of scales the dtype of the first ones that are loaded. Errors: ValueError for others later."""
     if part.what != "scale" or part.method is None:
         return
     if loaded.dtype not in DTYPES.values():
@@ -188,8 +185,7 @@ def _load_packed(part: Part, target: torch.Tensor, loaded: torch.Tensor, name: s
 def _unpacked(part: Part, loaded: torch.Tensor, rows: int, name: str) -> torch.Tensor:
     """A tensor of the checkpoint by rows of the weight: elements [N, K] uint8, scales or zero points [N, G].
 
-    Args: rows: N of the whole weight, of which the last int32 of zero points may have more.
-    Errors: ValueError for other dimensions and dtypes, scales below zero, and zero points that the config denies.
+    Args: rows: N of the whole weight. Errors: ValueError for shapes, dtypes and values that the config denies.
     """
     method = part.method
     assert method is not None
@@ -209,11 +205,7 @@ def _unpacked(part: Part, loaded: torch.Tensor, rows: int, name: str) -> torch.T
 
 
 def _copy_order(part: Part, target: torch.Tensor, groups: torch.Tensor, shared: bool, name: str) -> None:
-    """Copy the group of each column [K] of this rank's share.
-
-    Args: target: of w2, or of a half of w13. shared: ranks share the columns of w2.
-    Errors: ValueError for columns of a share in another order than their groups.
-    """
+    """Copy the group of each column [K]; columns of w2 that ranks share must be in the order of their groups."""
     assert part.method is not None
     stored = part.method.stored
     if stored.granularity != "group":

@@ -95,10 +95,7 @@ def by_kernels(x: torch.Tensor) -> bool:
 def rows_of(
     x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, on_input: bool = False, factor: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A row for each of the T * K pairs of a token and an expert: tokens, ids and weights, of one expert each.
-
-    Args: on_input: weights multiply tokens, and `factor` takes their place; else it multiplies them.
-    """
+    """Tokens, ids and weights of all T * K pairs, a row each; `on_input`: weights multiply tokens, not results."""
     num_topk, topk_weights = topk_ids.shape[1], topk_weights.float()
     launches = pair_launches(x, topk_ids, topk_weights, on_input=on_input, factor=factor)
     if launches is not None:

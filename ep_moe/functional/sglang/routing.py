@@ -134,10 +134,7 @@ def routing_config(options: Any, num_experts: int) -> RoutingConfig:
 
 
 def chosen(hidden_states: torch.Tensor, topk_output: Any) -> tuple[torch.Tensor, Routing]:
-    """The tokens and their experts, of routing data by expert a row for each pair, [T * K, H] and [T * K, 1].
-
-    Errors: ValueError for another output. Local, no host sync.
-    """
+    """The tokens and their experts; of routing data by expert a row for each pair. Errors: ValueError. No host sync."""
     options = getattr(topk_output, "topk_config", None)
     if options is not None:
         return hidden_states, _routed(hidden_states, topk_output, options)

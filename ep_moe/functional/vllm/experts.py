@@ -12,7 +12,7 @@ import torch
 
 from ep_moe.config import DTYPES, ActivationConfig, ActivationKind
 from ep_moe.experts import Experts, ReferenceExperts
-from ep_moe.functional.call import Operation, Weight, Written
+from ep_moe.functional.call import Operation, Weight, Written, with_arguments
 from ep_moe.functional.common import experts_for
 from ep_moe.functional.formats import FLAGS, GivenWeight, is_view, matrix_of
 from ep_moe.functional.plans import CopiedScale, capturing, multiples
@@ -50,6 +50,46 @@ _ACTIVATIONS = {  # by vLLM's names, with the numbers that it fixes
 }
 
 
+class BatchedCall(NamedTuple):
+    """The arguments of `apply` that have a meaning here, and those of the constructor."""
+
+    output: Written
+    hidden_states: torch.Tensor
+    w1: Weight
+    w2: Weight
+    activation: str
+    w1_scale: Weight | None
+    w2_scale: Weight | None
+    w1_zp: Weight | None
+    w2_zp: Weight | None
+    a1q_scale: torch.Tensor | None
+    a2_scale: Weight | None
+    expert_num_tokens: torch.Tensor
+    flag: str | None
+    per_act_token_quant: bool
+    block_shape: list[int] | None
+    naive: bool
+    expected_rows: int
+
+    @property
+    def kind(self) -> str:
+        """The flag, in errors."""
+        return self.flag or "no use_* flag"
+
+    @property
+    def between(self) -> ActivationConfig:
+        """What lies between the GEMMs. Errors: ValueError for another name."""
+        if self.activation not in _ACTIVATIONS:
+            raise ValueError(f"activation ({self.activation!r}) is not one of {', '.join(_ACTIVATIONS)}")
+        return _ACTIVATIONS[self.activation]
+
+
+_APPLY = (
+    "self output hidden_states w1 w2 topk_ids activation global_num_experts expert_map w1_scale w2_scale w1_zp w2_zp "
+    "a1q_scale a2_scale workspace13 workspace2 expert_num_tokens"
+)
+
+
 class _BatchedExperts:
     """Both classes: a call computes w2 @ act(w1 @ x) for every row of every expert."""
 
@@ -84,26 +124,8 @@ class _BatchedExperts:
         """True: `BatchedPrepareAndFinalize` applies the map, and rows come by local expert."""
         return True
 
-    def apply(
-        self,
-        output: torch.Tensor,
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_ids: torch.Tensor,
-        activation: str,
-        global_num_experts: int,
-        expert_map: torch.Tensor | None,
-        w1_scale: torch.Tensor | None,
-        w2_scale: torch.Tensor | None,
-        w1_zp: torch.Tensor | None,
-        w2_zp: torch.Tensor | None,
-        a1q_scale: torch.Tensor | None,
-        a2_scale: torch.Tensor | None,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-        expert_num_tokens: torch.Tensor | None,
-    ) -> None:
+    @with_arguments(BatchedCall, _APPLY)
+    def apply(given: Any) -> None:  # noqa: N805 - of all arguments, self among them
         """Compute all experts.
 
         Args:
@@ -124,17 +146,15 @@ class _BatchedExperts:
         Local, on the current stream. By kernels no host sync, and safe in CUDA graphs after a call of the same kind; an
         operator under torch.compile.
         """
-        del expert_map, workspace13, workspace2
-        if expert_num_tokens is None:
-            raise ValueError(f"expert_num_tokens is None; [{w1.shape[0]}] integers needed")
-        if global_num_experts < w1.shape[0]:
-            raise ValueError(f"global_num_experts ({global_num_experts}) is less than the {w1.shape[0]} experts of w1")
-        name: str = getattr(activation, "value", activation)
-        rows = math.ceil(topk_ids.numel() * self.num_dispatchers / global_num_experts)
-        weights, zeros = (w1, w2, name, w1_scale, w2_scale), (w1_zp, w2_zp)
-        scales, options = (a1q_scale, a2_scale, expert_num_tokens), (self.per_act_token_quant, self.block_shape)
-        rest = self._flag, *options, self._naive, max(rows, 1)
-        _OPERATION(BatchedCall._make((output, hidden_states, *weights, *zeros, *scales, *rest)))
+        made, total, experts = given.self, given.global_num_experts, given.w1.shape[0]
+        if given.expert_num_tokens is None:
+            raise ValueError(f"expert_num_tokens is None; [{experts}] integers needed")
+        if total < experts:
+            raise ValueError(f"global_num_experts ({total}) is less than the {experts} experts of w1")
+        rows = math.ceil(given.topk_ids.numel() * made.num_dispatchers / total)
+        name = getattr(given.activation, "value", given.activation)
+        of_class = made._flag, made.per_act_token_quant, made.block_shape, made._naive, max(rows, 1)
+        _OPERATION(BatchedCall._make((*given[1:5], name, *given[9:15], given.expert_num_tokens, *of_class)))
 
     def workspace_shapes(
         self,
@@ -208,40 +228,6 @@ class NaiveBatchedExperts(_BatchedExperts):
                 if scale.shape[axis - 2] not in (1, size):
                     scale = scale.repeat_interleave(block, dim=axis - 2).narrow(axis - 2, 0, size)
         return t.float() * scale
-
-
-class BatchedCall(NamedTuple):
-    """The arguments of `apply` that have a meaning here, and those of the constructor."""
-
-    output: Written
-    hidden_states: torch.Tensor
-    w1: Weight
-    w2: Weight
-    activation: str
-    w1_scale: Weight | None
-    w2_scale: Weight | None
-    w1_zp: Weight | None
-    w2_zp: Weight | None
-    a1q_scale: torch.Tensor | None
-    a2_scale: Weight | None
-    expert_num_tokens: torch.Tensor
-    flag: str | None
-    per_act_token_quant: bool
-    block_shape: list[int] | None
-    naive: bool
-    expected_rows: int
-
-    @property
-    def kind(self) -> str:
-        """The flag, in errors."""
-        return self.flag or "no use_* flag"
-
-    @property
-    def between(self) -> ActivationConfig:
-        """What lies between the GEMMs. Errors: ValueError for another name."""
-        if self.activation not in _ACTIVATIONS:
-            raise ValueError(f"activation ({self.activation!r}) is not one of {', '.join(_ACTIVATIONS)}")
-        return _ACTIVATIONS[self.activation]
 
 
 @functools.cache

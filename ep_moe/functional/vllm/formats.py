@@ -201,10 +201,9 @@ def check_least(**numbers: tuple[int, int]) -> None:
 
 
 def row_scales(scale: torch.Tensor | None, name: str, needed: tuple[int, int, int], per: str) -> torch.Tensor:
-    """Scales as [E, C, G], a view where it can be: one number, one for each expert, or one for each row and group.
+    """Scales as [E, C, G], a view where it can be, of one number, one for each expert, or one for each row and group.
 
-    Args: needed: E, C and G. per: as of `RowFormat`, for the error.
-    Errors: ValueError. Local.
+    Args: needed: E, C and G. per: as of `RowFormat`. Errors: ValueError. Local.
     """
     experts, rows, groups = needed
     if scale is None:

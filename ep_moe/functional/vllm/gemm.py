@@ -3,13 +3,12 @@
 Letters: E experts, C rows of an expert, K columns that the GEMM reduces over, N those of its result, G scale groups.
 """
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ep_moe.config import DTYPES
-from ep_moe.functional.call import Operation, Written
+from ep_moe.functional.call import Operation, Written, with_arguments
 from ep_moe.functional.formats import GivenWeight, is_view, matrix_of
 from ep_moe.functional.plans import multiples, quotients
 from ep_moe.functional.sglang.configs import tiles_of
@@ -42,22 +41,15 @@ class GemmCall(NamedTuple):
     sizes: list[int]
 
 
-def invoke_moe_batched_triton_kernel(
-    A: torch.Tensor,  # noqa: N803 - vLLM's names
-    B: torch.Tensor,  # noqa: N803
-    C: torch.Tensor,  # noqa: N803
-    expert_num_tokens: torch.Tensor,
-    compute_type: Any,
-    A_scale: torch.Tensor | None,  # noqa: N803
-    B_scale: torch.Tensor | None,  # noqa: N803
-    B_zp: torch.Tensor | None,  # noqa: N803
-    use_fp8_w8a8: bool,
-    use_int8_w8a16: bool,
-    use_int4_w4a16: bool,
-    config: Mapping[str, int],
-    per_act_token_quant: bool,
-    block_shape: list[int] | None = None,
-) -> None:
+_FLAGS = "use_fp8_w8a8 use_int8_w8a16 use_int4_w4a16"
+
+
+@with_arguments(
+    GemmCall,
+    f"A B C expert_num_tokens compute_type A_scale B_scale B_zp {_FLAGS} config per_act_token_quant block_shape",
+    block_shape=None,
+)
+def invoke_moe_batched_triton_kernel(given: Any) -> None:
     """C[e, :n] = A[e, :n] @ B[e].T for the n tokens of every expert e; other rows of C are not written.
 
     Args:
@@ -76,13 +68,16 @@ def invoke_moe_batched_triton_kernel(
     Local, on the current stream. By kernels no host sync, and safe in CUDA graphs after a call of the same kind; an
     operator under torch.compile.
     """
-    flags = {"use_fp8_w8a8": use_fp8_w8a8, "use_int8_w8a16": use_int8_w8a16, "use_int4_w4a16": use_int4_w4a16}
-    dtype = _TRITON_NAMES.get(str(compute_type), compute_type)
+    dtype = _TRITON_NAMES.get(str(given.compute_type), given.compute_type)
     if dtype not in DTYPES.values():
-        raise ValueError(f"compute_type ({compute_type}) is not one of {', '.join(DTYPES)}")
-    matrices, scales, sizes = (A, B, C, expert_num_tokens), (A_scale, B_scale, B_zp), [*map(int, config.values())]
-    options = used_flag(flags), per_act_token_quant, block_shape
-    _OPERATION(GemmCall(*matrices, dtype, *scales, *options, " ".join(config), sizes))
+        raise ValueError(f"compute_type ({given.compute_type}) is not one of {', '.join(DTYPES)}")
+    options = (
+        used_flag(dict(zip(_FLAGS.split(), given[8:11], strict=True))),
+        given.per_act_token_quant,
+        given.block_shape,
+    )
+    sizes = " ".join(given.config), [*map(int, given.config.values())]
+    _OPERATION(GemmCall._make((*given[:4], dtype, *given[5:8], *options, *sizes)))
 
 
 class _Plan(NamedTuple):

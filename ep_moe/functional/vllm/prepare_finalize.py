@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ep_moe.config import DTYPES, Layout
-from ep_moe.functional.call import Operation, Written
+from ep_moe.functional.call import Operation, Written, with_arguments
 from ep_moe.functional.common import check_like, mapped_ids
 from ep_moe.functional.vllm.formats import FusedMoEActivationFormat, RowFormat, check_least
 from ep_moe.functional.vllm.quantize import QuantizeCall, divided, no_token, quantize_batched
@@ -16,6 +16,29 @@ from ep_moe.layout import TokenRows, merge_repeats, pack, weighted_sum
 from ep_moe.quant import as_bytes, get_scheme, quantize
 
 _IDS = (torch.int32, torch.int64)
+
+
+class PrepareCall(NamedTuple):
+    """The arguments of `prepare` that have a meaning here, and those of the constructor."""
+
+    a1: torch.Tensor
+    a1_scale: torch.Tensor | None
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    num_experts: int
+    expert_map: torch.Tensor | None
+    weights_on_input: bool
+    dtype: torch.dtype | None
+    per_token: bool
+    block_shape: list[int] | None
+    max_num_tokens: int
+    num_local_experts: int
+    first: int
+
+    @property
+    def rows(self) -> RowFormat:
+        """The format of the packed rows."""
+        return RowFormat.of(self.dtype, self.per_token, self.block_shape)
 
 
 class BatchedPrepareAndFinalize:
@@ -51,18 +74,12 @@ class BatchedPrepareAndFinalize:
         """What the constructor was given."""
         return self.num_dispatchers_
 
-    def prepare(
-        self,
-        a1: torch.Tensor,
-        a1_scale: torch.Tensor | None,
-        a2_scale: torch.Tensor | None,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        num_experts: int,
-        expert_map: torch.Tensor | None,
-        apply_router_weight_on_input: bool,
-        quant_config: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    @with_arguments(
+        PrepareCall,
+        "self a1 a1_scale a2_scale topk_weights topk_ids num_experts expert_map apply_router_weight_on_input "
+        "quant_config",
+    )
+    def prepare(given: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, None, None]:  # noqa: N805
         """Pack the tokens of the local experts, quantized if the config says so.
 
         Args:
@@ -81,14 +98,13 @@ class BatchedPrepareAndFinalize:
         Errors: ValueError names the argument, its value and what is needed.
         Local, on the current stream. On a GPU no host sync, safe in CUDA graphs; an operator under torch.compile.
         """
-        del a2_scale
-        scale = getattr(quant_config, "a1_scale", None) if a1_scale is None else a1_scale
-        dtype, per_token, block = quant_config.quant_dtype, quant_config.per_act_token_quant, quant_config.block_shape
-        routed = topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input
-        own = self.max_num_tokens, self.num_local_experts, self.rank * self.num_local_experts
-        self._expert_map = expert_map
-        packed, scale, counts = _PREPARE(PrepareCall(a1, scale, *routed, dtype, bool(per_token), block, *own))
-        return packed, None if dtype is None else scale, counts, None, None
+        made, config = given.self, given.quant_config
+        scale = getattr(config, "a1_scale", None) if given.a1_scale is None else given.a1_scale
+        rows = config.quant_dtype, bool(config.per_act_token_quant), config.block_shape
+        own = made.max_num_tokens, made.num_local_experts, made.rank * made.num_local_experts
+        made._expert_map = given.expert_map
+        packed, scale, counts = _PREPARE(PrepareCall._make((given.a1, scale, *given[4:9], *rows, *own)))
+        return packed, None if config.quant_dtype is None else scale, counts, None, None
 
     def finalize(
         self,
@@ -109,29 +125,6 @@ class BatchedPrepareAndFinalize:
         """
         tensors = output, fused_expert_output, topk_weights, topk_ids, self._expert_map
         _FINALIZE(FinalizeCall(*tensors, apply_router_weight_on_input, self.rank * self.num_local_experts))
-
-
-class PrepareCall(NamedTuple):
-    """The arguments of `prepare` that have a meaning here, and those of the constructor."""
-
-    a1: torch.Tensor
-    a1_scale: torch.Tensor | None
-    topk_weights: torch.Tensor
-    topk_ids: torch.Tensor
-    num_experts: int
-    expert_map: torch.Tensor | None
-    weights_on_input: bool
-    dtype: torch.dtype | None
-    per_token: bool
-    block_shape: list[int] | None
-    max_num_tokens: int
-    num_local_experts: int
-    first: int
-
-    @property
-    def rows(self) -> RowFormat:
-        """The format of the packed rows."""
-        return RowFormat.of(self.dtype, self.per_token, self.block_shape)
 
 
 def _local(

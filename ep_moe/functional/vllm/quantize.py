@@ -3,28 +3,39 @@
 Letters: E experts, C rows of an expert, W columns, G scale groups of a row.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ep_moe.config import DTYPES
-from ep_moe.functional.call import Operation
+from ep_moe.functional.call import Operation, with_arguments
 from ep_moe.functional.vllm.formats import RowFormat, check_counts
 from ep_moe.quant import quantize, quantize_weight
 from ep_moe.quant.scaled import LARGEST
 
 
-def batched_moe_kernel_quantize_input(
-    A: torch.Tensor,  # noqa: N803 - vLLM's names
-    A_scale: torch.Tensor | None,  # noqa: N803
-    num_tokens: int,
-    E: int,  # noqa: N803
-    N: int,  # noqa: N803
-    expert_num_tokens: torch.Tensor,
-    qtype: torch.dtype | None,
-    per_act_token_quant: bool,
-    block_shape: list[int] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+class QuantizeCall(NamedTuple):
+    """The arguments that have a meaning here, checked."""
+
+    A: torch.Tensor
+    A_scale: torch.Tensor | None
+    expert_num_tokens: torch.Tensor
+    qtype: torch.dtype
+    per_act_token_quant: bool
+    block_shape: list[int] | None
+
+    @property
+    def rows(self) -> RowFormat:
+        """The format of the quantized rows."""
+        return RowFormat.of(self.qtype, self.per_act_token_quant, self.block_shape)
+
+
+@with_arguments(
+    QuantizeCall,
+    "A A_scale num_tokens E N expert_num_tokens qtype per_act_token_quant block_shape",
+    block_shape=None,
+)
+def batched_moe_kernel_quantize_input(given: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Quantize the tokens of every expert.
 
     Args:
@@ -38,18 +49,18 @@ def batched_moe_kernel_quantize_input(
     Errors: ValueError names the argument, its value and what is needed.
     Local, on the current stream; no host sync, safe in CUDA graphs, an operator under torch.compile.
     """
-    del N
-    rows = RowFormat.of(qtype, per_act_token_quant, block_shape)
+    A, A_scale, num_tokens, E, _, counts, *quantized = given  # noqa: N806 - vLLM's names
+    rows = RowFormat.of(*quantized)
     if A.dim() != 3 or A.shape[0] != E or A.shape[1] != num_tokens:
         raise ValueError(f"A is {tuple(A.shape)}; [E ({E}), num_tokens ({num_tokens}), columns] needed")
-    if qtype is None:
+    if rows.dtype is None:
         return A, None if A_scale is None else normalized(A_scale, "A_scale", E)
     if A.dtype not in DTYPES.values():
         raise ValueError(f"A is {A.dtype}, not one of {', '.join(DTYPES)}")
-    check_counts(expert_num_tokens, E)
+    check_counts(counts, E)
     if A_scale is not None and rows.per == "group":
-        raise ValueError(f"A_scale is given, block_shape ({block_shape}) scales groups as they come")
-    return _OPERATION(QuantizeCall(A, A_scale, expert_num_tokens, qtype, per_act_token_quant, block_shape))
+        raise ValueError(f"A_scale is given, block_shape ({given.block_shape}) scales groups as they come")
+    return _OPERATION(QuantizeCall._make((A, A_scale, counts, *quantized)))
 
 
 def normalized(scale: torch.Tensor, name: str, experts: int) -> torch.Tensor:
@@ -74,22 +85,6 @@ def divided(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.T
     largest = LARGEST[dtype]
     numbers = (x.float() / scale).clamp_(-largest, largest)
     return (numbers.round_() if dtype == torch.int8 else numbers).to(dtype)
-
-
-class QuantizeCall(NamedTuple):
-    """The arguments that have a meaning here, checked."""
-
-    A: torch.Tensor
-    A_scale: torch.Tensor | None
-    expert_num_tokens: torch.Tensor
-    qtype: torch.dtype
-    per_act_token_quant: bool
-    block_shape: list[int] | None
-
-    @property
-    def rows(self) -> RowFormat:
-        """The format of the quantized rows."""
-        return RowFormat.of(self.qtype, self.per_act_token_quant, self.block_shape)
 
 
 def quantize_batched(call: QuantizeCall) -> tuple[torch.Tensor, torch.Tensor]:
