@@ -1,6 +1,5 @@
 """One thread for these tests, and their calls by torch or by kernels."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 from helpers.calls import moved
 from helpers.threads import one_thread  # noqa: F401 - a fixture
-from interpreted.common import CAN_RUN, DEVICE, INTERPRETING
+from interpreted.common import CAN_RUN, DEVICE, INTERPRETING, use_kernels
 
 WRITTEN = ("output", "routing_replay_out", "C")
 BY_KERNELS = [pytest.mark.gpu, pytest.mark.skipif(not CAN_RUN, reason="needs a GPU or Triton's interpreter")]
@@ -36,16 +35,10 @@ def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     if request.param == "torch":
         yield lambda call, **given: call(**given)
         return
-    from ep_moe.experts import create_experts  # other tests do without these imports
-    from ep_moe.functional import common, plans
-    from ep_moe.functional.sglang import gemm
-    from ep_moe.local_moe.row_gemm import gemm_rows
+    from ep_moe.functional import plans  # other tests do without these imports
 
-    if INTERPRETING:  # "auto" means torch there
-        monkeypatch.setattr(
-            common, "create_experts", lambda name, *given, **more: create_experts("triton", *given, **more)
-        )
-        monkeypatch.setattr(gemm, "gemm_rows", functools.partial(gemm_rows, kernels=True))
+    if INTERPRETING:
+        use_kernels(monkeypatch)
     plans.plan_cache.cache_clear()
     yield call_on_device
     plans.plan_cache.cache_clear()

@@ -1,7 +1,9 @@
 """The device of these tests' kernels, and random inputs."""
 
+import functools
 import os
 
+import pytest
 import torch
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
@@ -28,3 +30,16 @@ def strided(tensor: torch.Tensor, *, gap: int) -> torch.Tensor:
     wide = bits.new_zeros(tensor.shape[0], tensor.shape[1] + gap)
     wide[:, : tensor.shape[1]] = bits
     return wide.view(tensor.dtype)[:, : tensor.shape[1]]
+
+
+def use_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other libraries' calls compute by kernels from now on, also in the interpreter, where "auto" means torch."""
+    from ep_moe.experts import create_experts  # other tests do without these imports
+    from ep_moe.functional import common
+    from ep_moe.functional.plans import plan_cache
+    from ep_moe.functional.sglang import gemm
+    from ep_moe.local_moe.row_gemm import gemm_rows
+
+    monkeypatch.setattr(common, "create_experts", lambda name, *given, **more: create_experts("triton", *given, **more))
+    monkeypatch.setattr(gemm, "gemm_rows", functools.partial(gemm_rows, kernels=True))
+    plan_cache.cache_clear()

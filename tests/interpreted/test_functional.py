@@ -6,23 +6,21 @@ from typing import Any
 import pytest
 import torch
 from helpers import fp4_oracle
+from helpers.calls import moved
 
-from ep_moe.experts import create_experts
 from ep_moe.experts.prepared import PreparedCall
-from ep_moe.functional import common, plans
-from ep_moe.functional.flashinfer import b12x_fused_moe, trtllm_fp4_block_scale_moe
+from ep_moe.functional import plans
+from ep_moe.functional.flashinfer import trtllm_fp4_block_scale_moe
 from ep_moe.functional.sglang import (
-    gemm,
     invoke_fused_moe_kernel,
     moe_align_block_size,
     outplace_fused_experts,
     override_config,
 )
 from ep_moe.functional.vllm import BatchedTritonExperts, batched_moe_kernel_quantize_input
-from ep_moe.local_moe.row_gemm import gemm_rows
 from ep_moe.quant import StoredMatrix, get_scheme, quantize_weight
 from ep_moe.testing import ROW_ERROR_LIMITS, worst_row_error
-from interpreted.common import DEVICE, generator
+from interpreted.common import DEVICE, generator, use_kernels
 
 EXPERTS, TOPK, TOKENS, HIDDEN, INNER = 4, 2, 9, 64, 96
 
@@ -31,20 +29,9 @@ EXPERTS, TOPK, TOKENS, HIDDEN, INNER = 4, 2, 9, 64, 96
 def by_kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A function that makes later calls use kernels on a CPU too."""
 
-    def switch() -> None:
-        monkeypatch.setattr(
-            common, "create_experts", lambda name, *given, **more: create_experts("triton", *given, **more)
-        )
-        monkeypatch.setattr(gemm, "gemm_rows", functools.partial(gemm_rows, kernels=True))
-        plans.plan_cache.cache_clear()
-
     plans.plan_cache.cache_clear()
-    yield switch
+    yield functools.partial(use_kernels, monkeypatch)
     plans.plan_cache.cache_clear()
-
-
-def on_device(given: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
 
 
 def compare(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -72,40 +59,18 @@ def test_trtllm(kind: str, activation: int, by_kernels: Any) -> None:
     given |= {"routing_method_type": 1, "activation_type": activation}
     [expected] = trtllm_fp4_block_scale_moe(**given)
     by_kernels()
-    compare(trtllm_fp4_block_scale_moe(**on_device(given))[0], expected)
-    given = on_device(given)
+    compare(trtllm_fp4_block_scale_moe(**moved(given, DEVICE))[0], expected)
+    given = moved(given, DEVICE)
     compare(trtllm_fp4_block_scale_moe(**given)[0], expected)
     compare(trtllm_fp4_block_scale_moe(**given)[0], expected)  # by the launches of the call before
 
 
-def test_b12x(by_kernels: Any) -> None:
-    random = generator("b12x")
-    layer = fp4_oracle.random_layer("nvfp4", True, EXPERTS, HIDDEN, INNER, random)
-    given = {
-        "x": tokens("b12x"),
-        "w1_weight": layer.w1,
-        "w1_weight_sf": layer.w1_scale,
-        "w2_weight": layer.w2,
-        "w2_weight_sf": layer.w2_scale,
-        "token_selected_experts": torch.randint(0, EXPERTS, (TOKENS, TOPK), generator=random),
-        "token_final_scales": torch.rand(TOKENS, TOPK, generator=random),
-        "num_experts": EXPERTS,
-        "top_k": TOPK,
-        "w1_alpha": torch.rand(EXPERTS, generator=random) + 0.5,
-        "w2_alpha": torch.rand(EXPERTS, generator=random) + 0.5,
-        "quant_mode": "w4a16",
-    }
-    expected = b12x_fused_moe(**given)
-    by_kernels()
-    compare(b12x_fused_moe(**on_device(given)), expected)
-
-
-@pytest.mark.parametrize("form", ["none", "fp8", "int4"])
+@pytest.mark.parametrize("form", ["fp8", "int4"])
 def test_sglang(form: str, by_kernels: Any) -> None:
     random = generator(form)
     w1 = torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=random) / 8
     w2 = torch.randn(EXPERTS, HIDDEN, INNER, generator=random) / 8
-    given: dict[str, Any] = {"w1": w1.bfloat16(), "w2": w2.bfloat16()}
+    given: dict[str, Any] = {}
     if form == "fp8":
         given = {"w1": w1.to(torch.float8_e4m3fn), "w2": w2.to(torch.float8_e4m3fn), "use_fp8_w8a8": True}
         given |= {"w1_scale": torch.rand(EXPERTS, 2 * INNER, 1, generator=random) + 0.5, "per_channel_quant": True}
@@ -123,7 +88,7 @@ def test_sglang(form: str, by_kernels: Any) -> None:
     given["topk_ids"][:, 0] = 1
     expected = outplace_fused_experts(**given, routed_scaling_factor=1.5)
     by_kernels()
-    compare(outplace_fused_experts(**on_device(given), routed_scaling_factor=1.5), expected)
+    compare(outplace_fused_experts(**moved(given, DEVICE), routed_scaling_factor=1.5), expected)
 
 
 CONFIG = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 1, "num_stages": 2}
@@ -170,7 +135,7 @@ def test_one_gemm(form: str, by_kernels: Any) -> None:
         if kernels:
             by_kernels()
         c = torch.full((TOKENS * TOPK, INNER), torch.nan, dtype=torch.bfloat16)
-        device = on_device(given | {"C": c}) if kernels else given | {"C": c}
+        device = moved(given | {"C": c}, DEVICE) if kernels else given | {"C": c}
         invoke_fused_moe_kernel(**device)
         found.append(device["C"].cpu())
     expected, got = found
@@ -219,7 +184,7 @@ def test_vllm(form: str, by_kernels: Any) -> None:
     experts.apply(**given)
     expected = given["output"].clone()
     by_kernels()
-    given = on_device(given) | {"output": torch.zeros_like(expected, device=DEVICE)}
+    given = moved(given, DEVICE) | {"output": torch.zeros_like(expected, device=DEVICE)}
     for _ in range(2):  # the second by the launches of the first
         experts.apply(**given)
         compare(given["output"].view(-1, HIDDEN), expected.view(-1, HIDDEN))

@@ -11,7 +11,7 @@ import torch
 
 from ep_moe.config import ActivationConfig
 from ep_moe.experts import create_experts
-from ep_moe.functional import common, plans
+from ep_moe.functional import plans
 from ep_moe.functional.flashinfer import trtllm, trtllm_fp4_block_scale_moe
 from ep_moe.local_moe import local_moe
 from ep_moe.quant import StoredMatrix, get_scheme, quantize_weight
@@ -20,7 +20,7 @@ from ep_moe.routing import triton as routing_kernels
 from ep_moe.routing.base import Options
 from ep_moe.testing.transports import engine_defaults
 from ep_moe.weights import ExpertWeights
-from interpreted.common import DEVICE, generator
+from interpreted.common import DEVICE, generator, use_kernels
 
 pytestmark = pytest.mark.skipif(torch.device(DEVICE).type != "cpu", reason="memory is read by its address on a CPU")
 EXPERTS, TOPK, HIDDEN, INNER = 4, 2, 64, 96
@@ -103,7 +103,7 @@ def test_defaults_of_torch_do_not_matter(scheme: str) -> None:
 
 @pytest.mark.parametrize("deepseek", [False, True], ids=["plain", "groups and bias"])
 def test_routing_is_part_of_the_sequence(deepseek: bool, repeats: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common, "create_experts", lambda name, *given, **more: create_experts("triton", *given, **more))
+    use_kernels(monkeypatch)
     for name, kernels in (("route", routing_kernels.route), ("loaded_sequence", routing_kernels.loaded_sequence)):
 
         def call(
@@ -112,7 +112,6 @@ def test_routing_is_part_of_the_sequence(deepseek: bool, repeats: list[int], mon
             return own(x, Options(config, routing_bias, routing_replay_out))
 
         monkeypatch.setattr(trtllm, name, call)
-    plans.plan_cache.cache_clear()
     routing_kernels._plans.cache_clear()
     routing_kernels._kernel_of.cache_clear()
     w1, w2 = stored("mxfp4_w4a16", EXPERTS, 2 * INNER, HIDDEN), stored("mxfp4_w4a16", EXPERTS, HIDDEN, INNER)

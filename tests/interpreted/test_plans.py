@@ -12,8 +12,7 @@ import pytest
 import torch
 from helpers import fp4_oracle
 
-from ep_moe.experts import create_experts
-from ep_moe.functional import common, plans
+from ep_moe.functional import plans
 from ep_moe.functional.flashinfer import b12x_fused_moe
 from ep_moe.functional.sglang import (
     experts,
@@ -31,7 +30,7 @@ from ep_moe.functional.sglang import (
 from ep_moe.functional.vllm import BatchedTritonExperts, invoke_moe_batched_triton_kernel
 from ep_moe.functional.vllm import gemm as batched_gemm
 from ep_moe.testing import ROW_ERROR_LIMITS, worst_row_error
-from interpreted.common import DEVICE, generator
+from interpreted.common import DEVICE, generator, use_kernels
 
 pytestmark = pytest.mark.skipif(torch.device(DEVICE).type != "cpu", reason="memory is read by its address on a CPU")
 EXPERTS, TOPK, HIDDEN, INNER, BLOCK = 4, 2, 64, 96, 16
@@ -43,20 +42,14 @@ Given = dict[str, Any]
 def by_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """A function that makes later calls use kernels."""
 
-    def forget() -> None:
-        plans.plan_cache.cache_clear()
-
     def switch() -> None:
-        monkeypatch.setattr(
-            common, "create_experts", lambda name, *given, **more: create_experts("triton", *given, **more)
-        )
+        use_kernels(monkeypatch)
         for module in (gemm, batched_gemm, pairs):
             monkeypatch.setattr(module, "by_kernels", lambda *_: True)
-        forget()
 
-    forget()
+    plans.plan_cache.cache_clear()
     yield switch
-    forget()
+    plans.plan_cache.cache_clear()
 
 
 def matrices(seed: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -76,15 +76,10 @@ def get_config_dtype_str(
     use_int8_w8a8: bool | None = False,
 ) -> str | None:
     """The name of a format in names of config files; None for 16 bits, since they have one set of files. Local."""
-    if use_fp8_w8a8:
-        return "fp8_w8a8"
-    if use_int8_w8a8:
-        return "int8_w8a8"
-    if use_int4_w4a16:
-        return "int4_w4a16"
-    if use_int8_w8a16:
-        return "int8_w8a16"
-    return "float32" if dtype == torch.float32 else None
+    names = "fp8_w8a8", "int8_w8a8", "int4_w4a16", "int8_w8a16"
+    flags = use_fp8_w8a8, use_int8_w8a8, use_int4_w4a16, use_int8_w8a16
+    used = (name for name, flag in zip(names, flags, strict=True) if flag)
+    return next(used, "float32" if dtype == torch.float32 else None)
 
 
 def get_config_file_name(
@@ -261,8 +256,8 @@ def _checked(config: Any, where: str) -> dict[str, int]:
         value = config.get(key, default)
         fits = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
         if not fits or (power and value & (value - 1)):
-            what = "a power of two" if power else "an integer"
-            raise ValueError(f"{where}: {key} ({shown(value)}) is not {what} from {least} to {most}")
+            kind = "a power of two" if power else "an integer"
+            raise ValueError(f"{where}: {key} ({shown(value)}) is not {kind} from {least} to {most}")
         found[key] = value
     return found
 

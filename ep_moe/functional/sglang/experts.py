@@ -208,12 +208,7 @@ def weights_of(call: ExpertsCall, scheme: QuantScheme) -> ExpertWeights:
         matrix_of(given, scheme, call.flags, shape, call.hidden_states.dtype)
         for given, shape in zip(call.weights, shapes, strict=True)
     )
-    biases = []
-    for name, matrix in (("b1", w13), ("b2", w2)):
-        bias, needed = getattr(call, name), tuple(matrix.values.shape[:2])
-        if bias is not None:
-            check_like(bias, name, needed, tuple(DTYPES.values()))
-        biases.append(None if bias is None else bias.detach())
+    biases = [checked_bias(getattr(call, name), name, shape) for name, shape in zip(("b1", "b2"), shapes, strict=True)]
     if call.alternating and scheme.weight.block[0] > 1:
         raise ValueError(
             f"rows of gate and up alternate (gemm1_alpha {call.gemm1_alpha}, gate_up_interleaved "
@@ -230,6 +225,14 @@ def weights_of(call: ExpertsCall, scheme: QuantScheme) -> ExpertWeights:
         w2_input_scale=_static(second, "a2_scale", num_experts),
         alternating=call.alternating,
     )
+
+
+def checked_bias(bias: torch.Tensor | None, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """A view of a bias of the weight [E, N, C] of this shape, if there is one. Errors: ValueError. Local."""
+    if bias is None:
+        return None
+    check_like(bias, name, tuple(shape[:2]), tuple(DTYPES.values()))
+    return bias.detach()
 
 
 def _static(given: torch.Tensor | None, name: str, count: int) -> torch.Tensor | None:
@@ -352,13 +355,11 @@ def _quantized(call: ExpertsCall, scheme: QuantScheme) -> Quantized:
     if not call.use_fp8_w8a8 or call.block_shape is None or scale is None:
         raise ValueError("a1_q is given, which needs use_fp8_w8a8, a block_shape and a1_scale")
     stored = scheme.payload
-    needed = (num_tokens, hidden), (num_tokens, stored.num_groups(hidden))
-    for name, tensor, dtype, shape in (
-        ("a1_q", values, stored.dtype, needed[0]),
-        ("a1_scale", scale, stored.scale_dtype, needed[1]),
-    ):
-        if tensor.dim() != 2 or tensor.dtype != dtype or tensor.shape[0] < shape[0] or tensor.shape[1] != shape[1]:
-            raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}; {shape} {dtype}, or more rows, needed")
+    of_values, of_scale = (values, stored.dtype, hidden), (scale, stored.scale_dtype, stored.num_groups(hidden))
+    for name, (tensor, dtype, width) in {"a1_q": of_values, "a1_scale": of_scale}.items():
+        if tensor.dim() != 2 or tensor.dtype != dtype or tensor.shape[0] < num_tokens or tensor.shape[1] != width:
+            needed = f"{(num_tokens, width)} {dtype}, or more rows, needed"
+            raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}; {needed}")
     return Quantized(values=values[:num_tokens].contiguous(), scale=scale[:num_tokens], scheme=scheme)
 
 

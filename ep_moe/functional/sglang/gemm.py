@@ -148,7 +148,9 @@ def _compute(call: GemmCall, plan: "GemmPlan | None" = None) -> tuple[torch.Tens
     static = None if call.A_scale is None else _one(call.A_scale)
     if _by_plan(call, scheme):
         if plan is None:
-            plan = _new_plan(call, scheme, block)
+            from ep_moe.functional.sglang.gemm_plan import GemmPlan  # Triton exists only on Linux
+
+            plan = GemmPlan(call, scheme, block)
         in_place = is_view(given, scheme) and c.data_ptr() == call.C.data_ptr() and _dense(call)
         plan.run(call, weight, c, tiles, again=in_place)
     else:
@@ -174,12 +176,6 @@ def _dense(call: GemmCall) -> bool:
     return all(tensor is None or tensor.is_contiguous() for tensor in (call.B, call.B_scale, call.bias))
 
 
-def _new_plan(call: GemmCall, scheme: QuantScheme, block: int) -> "GemmPlan":
-    from ep_moe.functional.sglang.gemm_plan import GemmPlan  # Triton exists only on Linux
-
-    return GemmPlan(call, scheme, block)
-
-
 def _one(scale: torch.Tensor) -> torch.Tensor:
     if scale.numel() != 1 or scale.dtype != torch.float32:
         raise ValueError(f"A_scale is {tuple(scale.shape)} {scale.dtype}; one float32 number needed")
@@ -197,7 +193,7 @@ def _check_lists(call: GemmCall, block: int, num_rows: int) -> None:
     """Raise ValueError unless the lists fit A, and C of `num_rows`; their values are not read."""
     pairs, blocks, num_pairs = call.sorted_token_ids, call.expert_ids, call.topk_ids.numel()
     most = pairs.shape[0] if pairs.dim() else 1
-    for name, tensor in (("sorted_token_ids", pairs), ("expert_ids", blocks)):
+    for name, tensor in {"sorted_token_ids": pairs, "expert_ids": blocks}.items():
         if tensor.dim() != 1 or tensor.dtype not in _INTEGERS:
             raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}; one dimension of int32 needed")
     if blocks.shape[0] * block < most:

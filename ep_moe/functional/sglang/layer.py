@@ -139,6 +139,7 @@ class FusedMoE(torch.nn.Module):
         self._activation = activation_config(activation, is_gated, *numbers, limit_name="gemm1_clamp_limit")
         alternating = gemm1_alpha is not None and gate_up_interleaved and activation == "silu"
         self._format = layer_format(quant_config, prefix, num_experts=num_experts)
+        self._flags, self._is_nvfp4 = self._format.flags, self._format.scheme.name == "nvfp4"
         if alternating and self._format.stored.granularity == "block":
             raise ValueError(f"gemm1_alpha ({gemm1_alpha}) has alternating rows, which share no blocks of scales")
         self._share = Share(
@@ -289,7 +290,7 @@ class FusedMoE(torch.nn.Module):
     @property
     def should_fuse_routed_scaling_factor_in_topk(self) -> bool:
         """True for NVFP4 weights of modelopt: router weights have the factor, and the layer does not apply it."""
-        return self._format.scheme.name == "nvfp4"
+        return self._is_nvfp4
 
     def forward(self, hidden_states: torch.Tensor, topk_output: Any, pre_quant_input: Any = None) -> torch.Tensor:
         """The weighted sum of each token's experts.
@@ -332,8 +333,7 @@ class FusedMoE(torch.nn.Module):
         factor = 1.0
         if not config.no_combine and not self.should_fuse_routed_scaling_factor_in_topk:
             factor = config.routed_scaling_factor or 1.0
-        flags = self._format.flags
-        tiles = None if flags is None else found_tiles(flags, weights.w2.values, x, weights.scheme)
+        tiles = None if self._flags is None else found_tiles(self._flags, weights.w2.values, x, weights.scheme)
         experts = experts_for(self._activation, weights.scheme, x.device, tiles)
         if config.no_combine and not (config.no_combine_keep_router_weight or config.apply_router_weight_on_input):
             routing = Routing(topk_ids=routing.topk_ids, topk_weights=torch.ones_like(routing.topk_weights))

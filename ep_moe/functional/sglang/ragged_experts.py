@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ep_moe.config import DTYPES, ActivationConfig
+from ep_moe.config import ActivationConfig
 from ep_moe.functional.call import Operation, Weight
-from ep_moe.functional.common import check_like, experts_for
+from ep_moe.functional.common import experts_for
 from ep_moe.functional.formats import scheme_of
 from ep_moe.functional.plans import RoutedPlan
 from ep_moe.functional.sglang.configs import found_tiles, get_moe_configs, override_key
@@ -22,6 +22,7 @@ from ep_moe.functional.sglang.experts import (
     ConfiguredPlan,
     ExpertsCall,
     check_tokens,
+    checked_bias,
     has_copies,
     kept_or_new,
     routed_rows,
@@ -76,9 +77,8 @@ class RaggedCall(NamedTuple):
     @property
     def between(self) -> ActivationConfig:
         """What lies between the GEMMs. Errors: ValueError for another name."""
-        return (
-            self.as_experts().between if self.gemm1_alpha is None else swiglu(self.gemm1_alpha, self.gemm1_clamp_limit)
-        )
+        alpha, limit = self.gemm1_alpha, self.gemm1_clamp_limit
+        return self.as_experts().between if alpha is None else swiglu(alpha, limit)
 
     def as_experts(self) -> ExpertsCall:
         """The same call with weights in the order of `fused_experts_impl`, views; its routing is not read."""
@@ -128,15 +128,11 @@ def _check(call: RaggedCall) -> None:
     if call.w1.dim() != 3 or call.w2.dim() != 3:
         raise ValueError(f"w1 is {tuple(call.w1.shape)}, w2 {tuple(call.w2.shape)}; 3 dimensions each needed")
     num_experts, _, width = call.w1.shape
-    for name, needed in (
-        ("w1", (num_experts, hidden // packed, width)),
-        ("w2", (num_experts, width // 2 // packed, hidden)),
-    ):
-        found = tuple(getattr(call, name).shape)
-        if found != needed:
-            raise ValueError(
-                f"{name} is {found}; {needed} needed beside hidden_states {tuple(call.hidden_states.shape)}"
-            )
+    needed = (num_experts, hidden // packed, width), (num_experts, width // 2 // packed, hidden)
+    for name, found, shape in zip(("w1", "w2"), (call.w1.shape, call.w2.shape), needed, strict=True):
+        if found != shape:
+            given = f"{name} is {tuple(found)}; {shape} needed"
+            raise ValueError(f"{given} beside hidden_states {tuple(call.hidden_states.shape)}")
     call.by_expert.check(call.hidden_states.shape[0])
     total = call.slice_sizes.shape[0]
     mapped = None if call.expert_map is None else call.expert_map.shape[0]
@@ -187,15 +183,12 @@ def _mxfp4_weights(call: RaggedCall, scheme: QuantScheme) -> ExpertWeights:
             )
         turned = scale.detach().transpose(1, 2).contiguous().view(torch.float8_e8m0fnu)
         matrices.append(StoredMatrix(values.detach().contiguous(), scale=turned))
-    for name, tensor, rows in (("b1", call.b1, given.w1.shape[1]), ("b2", call.b2, given.w2.shape[1])):
-        if tensor is not None:
-            check_like(tensor, name, (given.w1.shape[0], rows), tuple(DTYPES.values()))
     return ExpertWeights(
         w13=matrices[0],
         w2=matrices[1],
         scheme=scheme,
-        w13_bias=None if call.b1 is None else call.b1.detach(),
-        w2_bias=None if call.b2 is None else call.b2.detach(),
+        w13_bias=checked_bias(call.b1, "b1", given.w1.shape),
+        w2_bias=checked_bias(call.b2, "b2", given.w2.shape),
         alternating=call.gemm1_alpha is not None,
     )
 
