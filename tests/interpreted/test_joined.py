@@ -13,6 +13,7 @@ from ep_moe.config import ActivationConfig
 from ep_moe.experts import create_experts
 from ep_moe.functional import plans
 from ep_moe.functional.flashinfer import trtllm, trtllm_fp4_block_scale_moe
+from ep_moe.layout import triton as layout_kernels
 from ep_moe.local_moe import local_moe
 from ep_moe.quant import StoredMatrix, get_scheme, quantize_weight
 from ep_moe.routing import Routing
@@ -47,14 +48,23 @@ def routed(seed: str, tokens: int) -> tuple[torch.Tensor, Routing]:
     [
         pytest.param("none", 5, 5, False, id="few"),
         pytest.param("none", 5, 5, True, id="few, out"),
-        pytest.param("fp8_block", 260, 5, True, id="quantized, two blocks of tokens"),
-        pytest.param("none", 1030, 8, False, id="more blocks than one program counts"),
+        pytest.param("fp8_block", 11, 5, True, id="quantized, two blocks of tokens"),
+        pytest.param("none", 35, 8, False, id="more blocks than one program counts"),
         pytest.param("nvfp4", 20, 7, False, id="quantized in groups of 16"),
         pytest.param("fp8_tensor", 3, None, False, id="largest magnitude"),
         pytest.param("fp8_tensor", 3, None, True, id="largest magnitude, out"),
     ],
 )
-def test_local_moe(scheme: str, tokens: int, launches: int | None, given: bool, repeats: list[int]) -> None:
+def test_local_moe(
+    scheme: str,
+    tokens: int,
+    launches: int | None,
+    given: bool,
+    repeats: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if tokens in (11, 35):  # of no other test: launches are kept by the number of tokens
+        monkeypatch.setattr(layout_kernels, "_BLOCK_IDS", 16)
     weights = ExpertWeights(
         w13=stored(scheme, EXPERTS, 2 * INNER, HIDDEN),
         w2=stored(scheme, EXPERTS, HIDDEN, INNER),
@@ -91,7 +101,7 @@ def test_defaults_of_torch_do_not_matter(scheme: str) -> None:
         w2=stored(scheme, EXPERTS, HIDDEN, INNER),
         scheme=get_scheme(scheme),
     )
-    x, routing = routed("defaults", 70)
+    x, routing = routed("defaults", 9)
     more = Routing(topk_ids=twice(routing.topk_ids), topk_weights=twice(routing.topk_weights))
     experts = create_experts("triton", ActivationConfig(kind="silu"), DEVICE)
     with engine_defaults():

@@ -8,10 +8,10 @@ from interpreted.common import DEVICE
 
 
 def test_the_kernels_make_the_same_tokens() -> None:
-    config = RunConfig(prompts=("In the beginning",), new_tokens=(8,), teacher_tokens=4)
+    config = RunConfig(prompts=("In the beginning",), new_tokens=(3,), teacher_tokens=2)
     with EPGroup.single(DEVICE) as group:
         report = run_rank_main(
             group, EngineConfig(nproc=1, device=DEVICE.type, dtype="float32", experts="triton"), config
         )
-    assert (report["tokens_equal"], report["new_tokens"]) == (True, 8)
+    assert (report["tokens_equal"], report["new_tokens"]) == (True, 3)
     assert 0 < report["max_logit_diff"] < 1e-4  # kernels add in another order

@@ -1,6 +1,7 @@
 """Merging, placing, packing and the weighted sum: kernel against torch, bit for bit, including unwritten memory."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ CASES = {
     "no_tokens": Case(tokens=0, topk=3, experts=5, groups=2),
     "one_token_one_expert": Case(tokens=1, topk=1, experts=1),
     "one_token": Case(tokens=1, topk=8, experts=17, groups=1, dtype=torch.float32),
-    "several_blocks": Case(tokens=150, topk=3, experts=5, hidden=16, alignment=4),
+    "several_blocks": Case(tokens=40, topk=9, experts=5, hidden=16, alignment=4),
     "blocks_of_one_token": Case(tokens=20, topk=33, experts=300, hidden=16, alignment=1),
     "all_to_one": Case(tokens=70, topk=2, experts=17, ids="one", dtype=torch.float16),
     "nobody": Case(tokens=9, topk=4, experts=5, ids="none", groups=2),
@@ -187,9 +188,14 @@ def test_pack_takes_more_rows_than_an_expert_may_have() -> None:
         triton.pack(dataclasses.replace(to_device(rows), max_expert_rows=8), Layout.BATCHED, **sizes)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize(("first", "last"), [(0, None), (2, 9), (4, 4)])
-@pytest.mark.parametrize(("tokens", "topk", "experts"), [(0, 3, 5), (1, 1, 1), (37, 64, 20), (300, 7, 5), (600, 2, 30)])
+@pytest.mark.parametrize(
+    ("tokens", "topk", "experts", "dtype"),
+    [
+        *((*sizes, torch.int32) for sizes in ((0, 3, 5), (300, 7, 5))),
+        *((*sizes, torch.int64) for sizes in ((1, 1, 1), (37, 64, 20), (600, 2, 30))),
+    ],
+)
 def test_merge_repeats(tokens: int, topk: int, experts: int, first: int, last: int | None, dtype: torch.dtype) -> None:
     random = generator(f"{tokens} {topk}")
     ids = torch.randint(-1, experts, (tokens, topk + 3), generator=random, dtype=dtype)[:, 1 : topk + 1]
@@ -202,12 +208,18 @@ def test_merge_repeats(tokens: int, topk: int, experts: int, first: int, last: i
     assert_same_bits(actual[1], expected[1], "weights")
 
 
-@pytest.mark.parametrize("shared", [None, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("weighted", [True, False], ids=["weighted", "plain"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    ("tokens", "topk", "hidden"), [(0, 2, 16), (1, 1, 16), (37, 5, 48), (12, 8, 144), (3, 4, 2880), (2, 40, 16)]
-)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SUMS = [  # every way at one size, three ways at others
+    *((12, 8, 144, *how) for how in itertools.product(DTYPES, (True, False), (None, torch.float32, torch.bfloat16))),
+    *(
+        (*sizes, *how)
+        for sizes in ((0, 2, 16), (1, 1, 16), (37, 5, 48), (3, 4, 2880), (2, 40, 16))
+        for how in zip(DTYPES, (True, True, False), (None, torch.float32, torch.bfloat16), strict=True)
+    ),
+]
+
+
+@pytest.mark.parametrize(("tokens", "topk", "hidden", "dtype", "weighted", "shared"), SUMS, ids=str)
 def test_weighted_sum(
     tokens: int, topk: int, hidden: int, dtype: torch.dtype, weighted: bool, shared: torch.dtype | None
 ) -> None:
@@ -250,8 +262,8 @@ def _rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 ROUTED = [  # tokens, top-k, experts, scheme, layout, what quantizes
     pytest.param(9, 3, 5, "none", Layout.COMPACT, "", id="plain"),
-    pytest.param(150, 2, 40, "none", Layout.BATCHED, "", id="several_launches"),
-    pytest.param(64, 8, 6, "none", Layout.COMPACT, "", id="a_whole_block"),
+    pytest.param(6, 33, 40, "none", Layout.BATCHED, "", id="several_launches"),
+    pytest.param(16, 16, 6, "none", Layout.COMPACT, "", id="a_whole_block"),
     pytest.param(1, 33, 300, "none", Layout.COMPACT, "", id="a_block_of_one_token"),
     pytest.param(11, 3, 5, "fp8_block", Layout.COMPACT, "packing", id="fp8_block"),
     pytest.param(3, 1, 1, "fp8_token", Layout.BATCHED, "packing", id="fp8_token"),
@@ -306,6 +318,7 @@ def test_routed_tokens(
         given = strided(given.contiguous(), gap=16).to(DEVICE) if DEVICE == "cpu" else given.to(DEVICE)
     inputs = given, ids.contiguous().to(DEVICE), weights.to(DEVICE), None if static is None else static.to(DEVICE)
     packing = RoutedPacking(*inputs[:3], sizes)
+    assert (packing.placing is None) == (tokens > triton._MOST_BLOCKS * triton.block_tokens(topk))
     packing.pack(*inputs)  # on a GPU the next launches skip Triton
     with poisoned_memory():
         batch = packing.pack(*inputs)

@@ -31,8 +31,11 @@ def make_ids(tokens: int, topk: int, num_physical: int, dtype: torch.dtype, rout
     return ids.to(dtype)[:, :topk]
 
 
-@pytest.mark.parametrize(("dtype", "summed_at_a_time"), [(torch.int32, None), (torch.int64, 16)], ids=str)
-@pytest.mark.parametrize("routing", ["holes", "bad", "one"])
+@pytest.mark.parametrize(
+    ("routing", "dtype", "summed_at_a_time"),
+    [("holes", torch.int32, None), ("holes", torch.int64, 16), ("bad", torch.int64, 16), ("one", torch.int32, None)],
+    ids=str,
+)
 @pytest.mark.parametrize(("tokens", "topk"), [(0, 3), (1, 1), (300, 5), (7, 33)])
 @pytest.mark.parametrize("owners", OWNERS)
 def test_plan(
