@@ -36,6 +36,14 @@ MUTANTS = (
         found="rows and their flag: the flag follows its rows without a barrier and then a fence",
     ),
     Mutant(
+        name="a relaxed flag",
+        module="waits",
+        old='sem="acquire", scope="sys"',
+        new='sem="relaxed", scope="gpu"',
+        found="loads of rows: a plain load of what peers write, with nothing acquired",
+        beside=True,
+    ),
+    Mutant(
         name="a fence without a barrier",
         module="device",
         old='    tl.debug_barrier()\n    if not INTERPRET:\n        tl.inline_asm_elementwise("fence',
@@ -43,11 +51,12 @@ MUTANTS = (
         found="rows and their flag: the flag follows its rows without a barrier and then a fence",
     ),
     Mutant(
-        name="a relaxed flag",
+        name="no agreement",
         module="waits",
-        old='sem="acquire", scope="sys"',
-        new='sem="relaxed", scope="gpu"',
-        found="loads of rows: a plain load of what peers write, with nothing acquired",
+        old="waiting = agree(late, trouble(exchange, ranks, round_, start, polls))",
+        new="waiting = tl.max(late.to(tl.int32), 0) + trouble(exchange, ranks, round_, start, polls)",
+        found="agreement: warps may part ways",
+        beside=True,
     ),
     Mutant(
         name="a fence of one GPU",
@@ -135,13 +144,6 @@ MUTANTS = (
         new="        tl.debug_barrier()\n",
         found="a report: the flag follows its rows without a fence at system scope after the barrier",
         beside=True,
-    ),
-    Mutant(
-        name="no agreement",
-        module="waits",
-        old="waiting = agree(late, trouble(exchange, ranks, round_, start, polls))",
-        new="waiting = tl.max(late.to(tl.int32), 0) + trouble(exchange, ranks, round_, start, polls)",
-        found="agreement: warps may part ways",
     ),
     Mutant(
         name="results loaded plainly",

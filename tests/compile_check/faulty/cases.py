@@ -10,19 +10,37 @@ from compile_check.faulty import kernels
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 
+ON_HOPPER = (
+    "_copy_kernel",
+    "_strided_load_kernel",
+    "_polling_kernel",
+    "_store_products",
+    "_publishing_kernel",
+    "publish",
+)
+TARGETS_OF = {f"compile_check.faulty.kernels.{name}": (90,) for name in ON_HOPPER}  # as `_case` says
+
 
 def _empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
 def _case(
-    name: str, kernel: JITFunction, *args: Any, excuses: Any = (), payload_width_bytes: Any = (), **options: Any
+    name: str,
+    kernel: JITFunction,
+    *args: Any,
+    excuses: Any = (),
+    payload_width_bytes: Any = (),
+    targets: tuple[int, ...] | None = (90,),
+    **options: Any,
 ) -> Case:
+    """By default of one target: loads and stores are the same instructions on both."""
     return Case(
         name=name,
         launch=lambda: kernel[(4,)](*args, **options),
         excuses=dict(excuses),
         payload_width_bytes=dict(payload_width_bytes),
+        targets=targets,
     )
 
 
@@ -32,12 +50,12 @@ def _product(
     x, w, bias = _empty(m, 512, dtype=dtype), _empty(128, 512, dtype=dtype), _empty(128, dtype=BF16)
     flag, y = _empty(1, dtype=torch.uint8), _empty(m, 128, dtype=BF16)
     sizes: dict[str, Any] = {"M": m, "N": 128, "K": 128, "WIDEN": widen, "num_stages": num_stages}
-    return _case(name, kernels._product_kernel, x, w, bias, flag, y, 512, excuses=excuses, **sizes)
+    return _case(name, kernels._product_kernel, x, w, bias, flag, y, 512, excuses=excuses, targets=None, **sizes)
 
 
 def _decoded_product(name: str) -> Case:
     x, w, y = _empty(64, 512, dtype=BF16), _empty(128, 512, dtype=torch.int8), _empty(64, 128, dtype=BF16)
-    return _case(name, kernels._decoded_product_kernel, x, w, y, 512, M=64, N=128, K=64, num_stages=3)
+    return _case(name, kernels._decoded_product_kernel, x, w, y, 512, targets=None, M=64, N=128, K=64, num_stages=3)
 
 
 def _copy(name: str, dtype: torch.dtype, *, aligned: bool, payload_width_bytes: Any = ()) -> Case:
@@ -70,13 +88,15 @@ def cases() -> list[Case]:
         _copy("bytes", FP8, aligned=False),
         _copy("halves", BF16, aligned=False),
         _copy("words", torch.int32, aligned=False, payload_width_bytes=words),
-        _case("spill", kernels._spilling_kernel, _empty(8192, dtype=torch.float32), BLOCK=8192, maxnreg=32),
+        _case(
+            "spill", kernels._spilling_kernel, _empty(8192, dtype=torch.float32), targets=None, BLOCK=8192, maxnreg=32
+        ),
         _case("strided", kernels._strided_load_kernel, x, x, 1, BLOCK=2048),
         _case("right polls", kernels._polling_kernel, x.view(torch.int32), x.view(torch.int32), BEHIND=True),
         _case("polls", kernels._polling_kernel, x.view(torch.int32), x.view(torch.int32), BEHIND=False),
         _case("right words", kernels._publishing_kernel, x.view(torch.int64), cache_modifier=".wt"),
         _case("weak words", kernels._publishing_kernel, x.view(torch.int64), cache_modifier=".cg"),
-        _case("error", kernels._not_compiling_kernel, x),
+        _case("error", kernels._not_compiling_kernel, x, targets=None),
         Case(name="failing", launch=_failing_launcher),
         Case(name="idle", launch=lambda: None),
     ]
