@@ -7,8 +7,9 @@ import torch
 
 from ep_moe.kernel_launch.kernel import Kernel
 from ep_moe.kernels.gemm.arguments import TileList
-from ep_moe.kernels.local.start import Quantizing, _start_call_kernel
+from ep_moe.kernels.local.start import _start_call_kernel
 from ep_moe.kernels.rows.permute import Placed
+from ep_moe.kernels.rows.quantize import Quantizing
 from ep_moe.layout.triton import PlaceShape
 from ep_moe.local_moe.routed import PLACED, QUANTIZED
 from ep_moe.quant.triton import QuantizeKernel, QuantizeShape
@@ -36,7 +37,7 @@ def start_launch(
     if quantizing is not None:
         kernel = QuantizeKernel.of(quantizing)
         programs, num_warps, stride = 1 + kernel.programs, max(kernel.num_warps, num_warps), quantizing.stride
-        constants = {name: getattr(kernel, name) for name in _NOTHING}
+        constants = kernel.constants
     return Kernel(
         _start_call_kernel,
         programs,

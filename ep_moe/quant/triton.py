@@ -11,7 +11,7 @@ import triton
 
 from ep_moe.kernel_launch.kernel import Kernel
 from ep_moe.kernel_launch.sequence import LaunchSequence
-from ep_moe.kernels.rows.quantize import Groups, MicroTile, _quantize_micro_rows_kernel, _quantize_rows_kernel
+from ep_moe.kernels.rows.quantize import Groups, MicroTile, _quantize_rows_kernel
 from ep_moe.quant.base import TensorFormat, as_bytes
 
 _PROGRAM_COLUMNS = 2048  # the most columns of a program, unless a single group is wider
@@ -61,17 +61,11 @@ class QuantizeShape(NamedTuple):
 
 
 class QuantizeKernel(NamedTuple):
-    """How a shape is quantized.
-
-    `MICRO` formats take `GROUPS` as MicroTile, others as Groups, with `SCALE` and `POWER_OF_TWO`.
-    """
+    """How a shape is quantized: programs, their warps, and the constants of the kernel."""
 
     programs: int
     num_warps: int
-    GROUPS: Groups | MicroTile
-    MICRO: bool
-    SCALE: str
-    POWER_OF_TWO: bool
+    constants: dict[str, Any]
 
     @classmethod
     def of(cls, shape: QuantizeShape) -> "QuantizeKernel":
@@ -85,14 +79,15 @@ class QuantizeKernel(NamedTuple):
             programs = triton.cdiv(num_tokens, tokens) * triton.cdiv(width, columns)
             num_warps = max(tokens * columns // stored.packed // (32 * _THREAD_COLUMNS), 1)
             tile = MicroTile(H=width, WIDTH=group, TOKENS=tokens, COLUMNS=columns)
-            return cls(programs, num_warps, tile, True, "own", False)
+            return cls(programs, num_warps, {"GROUPS": tile, "MICRO": True, "SCALE": "own", "POWER_OF_TWO": False})
         columns = triton.next_power_of_2(group)
         program_groups = min(max(_PROGRAM_COLUMNS // columns, 1), triton.next_power_of_2(num_tokens * groups))
         programs = triton.cdiv(num_tokens * groups, program_groups)
         num_warps = min(max(program_groups * columns // (32 * _THREAD_COLUMNS), 1), _MAX_WARPS)
         scale = "static" if shape.static else "tensor" if stored.granularity == "tensor" else "own"
         found = Groups(H=width, WIDTH=group, COLUMNS=columns, G=groups, BLOCK=program_groups)
-        return cls(programs, num_warps, found, False, scale, stored.power_of_two)
+        constants = {"GROUPS": found, "MICRO": False, "SCALE": scale, "POWER_OF_TWO": stored.power_of_two}
+        return cls(programs, num_warps, constants)
 
 
 @functools.lru_cache(maxsize=_MOST_LAUNCHES)
@@ -102,14 +97,11 @@ def quantize_launch(shape: QuantizeShape, device: torch.device) -> Kernel:
     It takes x, `largest_or_scale`, values, and scales [G, T] as bytes if they have one byte.
     """
     kernel = QuantizeKernel.of(shape)
-    constants: dict[str, Any] = {"TILE": kernel.GROUPS}
-    if not kernel.MICRO:
-        constants = {name: getattr(kernel, name) for name in ("GROUPS", "SCALE", "POWER_OF_TWO")}
     return Kernel(
-        _quantize_micro_rows_kernel if kernel.MICRO else _quantize_rows_kernel,
+        _quantize_rows_kernel,
         kernel.programs,
         settings=(shape.num_tokens, shape.stride),
-        constants=constants,
+        constants=kernel.constants,
         options={"num_warps": kernel.num_warps},
         device=device,
     )

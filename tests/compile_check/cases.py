@@ -20,8 +20,8 @@ from ep_moe.experts.hopper.gemms import HopperGemms
 from ep_moe.experts.kernels import KernelExperts
 from ep_moe.experts.triton import TritonGemms
 from ep_moe.kernels.gemm.arguments import TileList
-from ep_moe.kernels.local.start import Quantizing
 from ep_moe.kernels.rows.permute import Placed
+from ep_moe.kernels.rows.quantize import Quantizing
 from ep_moe.layout import Batched, Compact, ExpertBatch, TokenRows
 from ep_moe.layout.base import PackingSizes
 from ep_moe.layout.frame import make_frame
@@ -71,12 +71,9 @@ BYTES_APART = _excuse(
     "_write_rows_kernel",
     "_pack_rows_kernel",
 )
-BYTE_SCALES = _excuse(
-    "narrow", "scales are a byte each, and a program has fewer than threads", "_quantize_micro_rows_kernel"
-)
-BYTE_ROW_SCALES = _excuse(
-    "narrow", "scales are a byte each, and a program has fewer than threads", "_prepare_rows_kernel"
-)
+FEW_BYTES = "scales are a byte each, and a program has fewer than threads"
+BYTE_SCALES = _excuse("narrow", FEW_BYTES, "_quantize_rows_kernel")
+BYTE_ROW_SCALES = _excuse("narrow", FEW_BYTES, "_prepare_rows_kernel")
 REPLAYED_IDS = _excuse("narrow", "the ids of a token are few, and may lie any number of columns apart", "_route_kernel")
 FEW_SCALES = _excuse(
     "narrow",
@@ -361,9 +358,8 @@ def _quantize_cases() -> list[Case]:
             quantize(_empty(128, hidden, dtype=dtype), get_scheme(scheme).payload, scale)
 
         name = f"quantize {dtype}, {scheme}{' static' if static else ''}, hidden {hidden}"
-        kernels = ("_quantize_rows_kernel", "_quantize_micro_rows_kernel")
         excuses = BYTE_SCALES if get_scheme(scheme).payload.family == "micro" else NO_EXCUSES
-        return Case(name=name, launch=launch, payload_width_bytes=dict.fromkeys(kernels, 16), excuses=excuses)
+        return Case(name=name, launch=launch, payload_width_bytes={"_quantize_rows_kernel": 16}, excuses=excuses)
 
     schemes = ("fp8_block", "fp8_block_64x32", "fp8_block_32x48", "fp8_token", "fp8_tensor")
     schemes += ("fp8_block_ue8m0", "int8_token", "int8_block", "mxfp8", "nvfp4")
@@ -501,9 +497,7 @@ def _start(scheme_name: str, num_tokens: int, *, experts: int = 256, topk: int =
         tiles = TileList(**(lists if hopper else {**lists, "stored": None, "next_tile": None, "amax": None}))
         start_launch(placing, quantizing, (max_tiles, 16), torch.int32, device)((placed, tiles, rows))
 
-    excuses: dict[tuple[str, Rule], str] = {}
-    if scheme.payload.family == "micro":
-        excuses["_start_call_kernel", "narrow"] = BYTE_SCALES["_quantize_micro_rows_kernel", "narrow"]
+    excuses = _excuse("narrow", FEW_BYTES, "_start_call_kernel") if scheme.payload.family == "micro" else NO_EXCUSES
     name = f"start of a call, {scheme_name}, {num_tokens} tokens, {experts} experts"
     return Case(name=name, launch=launch, excuses=excuses)
 

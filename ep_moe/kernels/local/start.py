@@ -3,23 +3,12 @@
 Letters: N token rows, K top-k, H hidden, L local experts, B blocks of tokens, Q row tiles of all experts.
 """
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
 from ep_moe.kernels.gemm.tile_list import list_tiles
 from ep_moe.kernels.rows.permute import merge_and_place
-from ep_moe.kernels.rows.quantize import quantize_micro_rows, quantize_rows
-
-
-class Quantizing(NamedTuple):
-    """The tensors of `_quantize_rows_kernel`, in its order, x first; all None if tokens stay as they are."""
-
-    x: Any
-    given: Any
-    data: Any  # the values: a tuple of the compiler has `values` of its own
-    scale: Any
+from ep_moe.kernels.rows.quantize import quantize_rows
 
 
 @triton.jit(
@@ -37,7 +26,7 @@ class Quantizing(NamedTuple):
 def _start_call_kernel(
     placed,  # Placed
     tiles,  # TileList, out
-    quantizing,  # Quantizing
+    quantizing,  # Quantizing; all None if tokens stay as they are
     num_tokens,
     first,
     last,
@@ -63,11 +52,7 @@ def _start_call_kernel(
     """
     program = tl.program_id(0) - 1
     if quantizing.x is not None and program >= 0:
-        if MICRO:
-            quantize_micro_rows(program, quantizing.x, quantizing.data, quantizing.scale, num_tokens, x_stride, GROUPS)
-        else:
-            x, given, values, scale = quantizing
-            quantize_rows(program, x, given, values, scale, num_tokens, x_stride, GROUPS, SCALE, POWER_OF_TWO)
+        quantize_rows(program, quantizing, num_tokens, x_stride, GROUPS, MICRO, SCALE, POWER_OF_TWO)
     if program < 0:
         sizes = num_tokens, first, last, ids_stride, weights_stride
         counts = merge_and_place(placed, sizes, capacity, alignment, IDS, EXPERTS, BLOCKS, BATCHED)
