@@ -132,46 +132,48 @@ def _empty(*shape: int, dtype: torch.dtype, device: str = "meta") -> torch.Tenso
     return torch.empty(*shape, dtype=dtype, device=device)
 
 
-def _weights(
-    scheme: QuantScheme,
-    dtype: torch.dtype,
-    experts: int,
-    hidden: int,
-    intermediate: int,
-    *,
-    gated: bool,
-    bias: bool,
-    static: bool,
-    own: bool,
-    alternating: bool,
-) -> ExpertWeights:
-    width = 2 * intermediate if gated else intermediate
-    shapes = {"w13": (experts, width, hidden), "w2": (experts, hidden, intermediate)}
-    optional: dict[str, torch.Tensor] = {}
-    w13, w2 = (StoredMatrix.empty(shape, scheme.weight, dtype, "meta") for shape in shapes.values())
-    if bias:
-        optional |= {f"{name}_bias": _empty(*shape[:2], dtype=dtype) for name, shape in shapes.items()}
-    if static:
-        optional["w2_input_scale"] = _empty(experts, dtype=torch.float32)
-    names = [field.name for field in dataclasses.fields(PerExpert)] if own else []
-    per_expert = PerExpert(**{name: _empty(experts, dtype=torch.float32) for name in names})
-    return ExpertWeights(w13=w13, w2=w2, scheme=scheme, per_expert=per_expert, alternating=alternating, **optional)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Layer:
+    """The experts of a rank, by default of DeepSeek-V3 on 8 ranks. own: each has its own `PerExpert`."""
 
+    experts: int = 32
+    hidden: int = 7168
+    intermediate: int = 2048
+    activation: ActivationConfig = SILU
+    bias: bool = False
+    static: bool = False
+    own: bool = False
+    alternating: bool = False
 
-def _batch(
-    scheme: QuantScheme, dtype: torch.dtype, layout: str, experts: int, hidden: int, expected_rows: int
-) -> ExpertBatch:
-    """A batch of 1024 rows per expert, or in all; the launcher chooses tiles by `expected_rows`."""
-    rows, groups = 1024, scheme.payload.num_groups(hidden)
-    lead = experts if layout == "batched" else 1
-    x = _empty(lead, rows, scheme.payload.row_values(hidden), dtype=scheme.payload.dtype or dtype)
-    scale = _empty(lead, groups, rows, dtype=scheme.payload.scale_dtype).transpose(1, 2) if groups else None
-    one_int_each = {name: _empty(experts, dtype=torch.int32) for name in ("expert_row_start", "expert_num_tokens")}
-    common: dict[str, Any] = {"scheme": scheme, "dtype": dtype, "expected_rows": expected_rows, **one_int_each}
-    if layout == "batched":
-        return Batched(x=x, scale=scale, row_index=None, **common)
-    row_index = _empty(8 * rows, dtype=torch.int32) if layout == "indexed" else None
-    return Compact(x=x[0], scale=None if scale is None else scale[0], row_index=row_index, **common)
+    def weights(self, scheme: QuantScheme, dtype: torch.dtype) -> ExpertWeights:
+        """Weights without memory."""
+        width = 2 * self.intermediate if self.activation.kind.gated else self.intermediate
+        shapes = {"w13": (self.experts, width, self.hidden), "w2": (self.experts, self.hidden, self.intermediate)}
+        parts: dict[str, Any] = {
+            name: StoredMatrix.empty(shape, scheme.weight, dtype, "meta") for name, shape in shapes.items()
+        }
+        if self.bias:
+            parts |= {f"{name}_bias": _empty(*shape[:2], dtype=dtype) for name, shape in shapes.items()}
+        if self.static:
+            parts["w2_input_scale"] = _empty(self.experts, dtype=torch.float32)
+        names = [field.name for field in dataclasses.fields(PerExpert)] if self.own else []
+        per_expert = PerExpert(**{name: _empty(self.experts, dtype=torch.float32) for name in names})
+        return ExpertWeights(**parts, scheme=scheme, per_expert=per_expert, alternating=self.alternating)
+
+    def batch(
+        self, scheme: QuantScheme, dtype: torch.dtype, expected_rows: int, layout: str = "compact"
+    ) -> ExpertBatch:
+        """A batch of 1024 rows per expert, or in all; the launcher chooses tiles by `expected_rows`."""
+        rows, groups = 1024, scheme.payload.num_groups(self.hidden)
+        lead = self.experts if layout == "batched" else 1
+        x = _empty(lead, rows, scheme.payload.row_values(self.hidden), dtype=scheme.payload.dtype or dtype)
+        scale = _empty(lead, groups, rows, dtype=scheme.payload.scale_dtype).transpose(1, 2) if groups else None
+        common: dict[str, Any] = {"scheme": scheme, "dtype": dtype, "expected_rows": expected_rows}
+        common |= {n: _empty(self.experts, dtype=torch.int32) for n in ("expert_row_start", "expert_num_tokens")}
+        if layout == "batched":
+            return Batched(x=x, scale=scale, row_index=None, **common)
+        row_index = _empty(8 * rows, dtype=torch.int32) if layout == "indexed" else None
+        return Compact(x=x[0], scale=None if scale is None else scale[0], row_index=row_index, **common)
 
 
 def _experts(
@@ -180,29 +182,20 @@ def _experts(
     *,
     dtype: torch.dtype = torch.bfloat16,
     layout: str = "compact",
-    experts: int = 32,
-    hidden: int = 7168,
-    intermediate: int = 2048,
     expected_rows: int = 8,
-    activation: ActivationConfig = SILU,
-    bias: bool = False,
-    static: bool = False,
-    own: bool = False,
-    alternating: bool = False,
     hopper: bool = False,
     excuses: Mapping[tuple[str, Rule], str] = NO_EXCUSES,
+    **sizes: Any,
 ) -> Case:
-    """Both GEMMs of one layer and the kernels between them, by default of DeepSeek-V3 on 8 ranks."""
-    scheme = get_scheme(scheme_name)
+    """Both GEMMs of one layer and the kernels between them; `sizes` are those of `Layer`."""
+    scheme, layer = get_scheme(scheme_name), Layer(**sizes)
 
     def launch() -> torch.Tensor:
-        batch = _batch(scheme, dtype, layout, experts, hidden, expected_rows)
-        options = {"bias": bias, "static": static, "own": own, "alternating": alternating}
-        weights = _weights(scheme, dtype, experts, hidden, intermediate, gated=activation.kind.gated, **options)
+        batch, weights = layer.batch(scheme, dtype, expected_rows, layout), layer.weights(scheme, dtype)
         backend = HopperGemms(anywhere=True) if hopper else TritonGemms()
-        if backend.tiles(CallShape.of(batch, weights, activation)) is None:
+        if backend.tiles(CallShape.of(batch, weights, layer.activation)) is None:
             raise ValueError("Hopper's kernels do not take this call")
-        return KernelExperts(activation, [backend])(batch, weights)
+        return KernelExperts(layer.activation, [backend])(batch, weights)
 
     return Case(name=name, launch=launch, targets=(90,) if hopper else None, excuses=excuses)
 
@@ -222,7 +215,7 @@ def _expert_cases() -> list[Case]:
     for rows in (1, 8, 16, 32, 64, 128, 256):
         cases.append(_experts(f"bf16, {rows} rows", "none", expected_rows=rows))
     for rows in (8, 256):
-        size = f"{rows} rows"
+        size, turned = f"{rows} rows", {"alternating": True, "excuses": TURNED_WORDS if rows == 256 else NO_EXCUSES}
         cases += [
             _experts(f"fp8_tensor static, {size}", "fp8_tensor", static=True, expected_rows=rows),
             _experts(f"fp8_block batched, {size}", layout="batched", expected_rows=rows),
@@ -230,14 +223,7 @@ def _expert_cases() -> list[Case]:
             _experts(f"fp8_block 32x48, {size}", "fp8_block_32x48", excuses=STEPS_OF_16, expected_rows=rows),
             _experts(f"fp8_block gpt-oss, {size}", **GPT_OSS, expected_rows=rows),
             _experts(f"bf16 gpt-oss, {size}", "none", **GPT_OSS, expected_rows=rows, excuses=FEW_WORDS),
-            _experts(
-                f"bf16 gpt-oss in turns, {size}",
-                "none",
-                **GPT_OSS,
-                alternating=True,
-                expected_rows=rows,
-                excuses=TURNED_WORDS if rows == 256 else NO_EXCUSES,
-            ),
+            _experts(f"bf16 gpt-oss in turns, {size}", "none", **GPT_OSS, **turned, expected_rows=rows),
             _experts(f"fp8_block gpt-oss per expert, {size}", **GPT_OSS, own=True, expected_rows=rows),
             _experts(f"bf16 gpt-oss per expert, {size}", "none", **GPT_OSS, own=True, expected_rows=rows),
             _experts(f"bf16 batched, {size}", "none", layout="batched", expected_rows=rows),
@@ -268,26 +254,20 @@ def _expert_cases() -> list[Case]:
 
 def _listed(name: str, scheme_name: str, *, expected_rows: int, excuses: Mapping[tuple[str, Rule], str]) -> Case:
     """One GEMM over lists of rows, with all of its optional tensors."""
-    scheme, experts, hidden, columns, listed = get_scheme(scheme_name), 32, 7168, 4096, 8192
+    scheme, layer, columns, listed = get_scheme(scheme_name), Layer(), 4096, 8192
 
     def launch() -> None:
-        batch = _batch(scheme, torch.bfloat16, "compact", experts, hidden, expected_rows)
+        batch = layer.batch(scheme, torch.bfloat16, expected_rows)
         x = batch.x if batch.scale is None else Quantized(values=batch.x, scale=batch.scale, scheme=scheme)
-        lists = {name: _empty(listed, dtype=torch.int32) for name in ("source", "target")}
-        each = {name: getattr(batch, name) for name in ("expert_row_start", "expert_num_tokens")}
-        factor = _empty(listed, dtype=torch.float32)
+        dtypes = {"source": torch.int32, "target": torch.int32, "factor": torch.float32, "zeros": torch.bool}
+        lists = {name: _empty(listed, dtype=dtype) for name, dtype in dtypes.items()}
+        lists |= {name: getattr(batch, name) for name in ("expert_row_start", "expert_num_tokens")}
         gemm_rows(
             x,
-            RowLists(
-                **lists,
-                **each,
-                factor=factor,
-                zeros=_empty(listed, dtype=torch.bool),
-                expected_rows=expected_rows,
-            ),
-            StoredMatrix.empty((experts, columns, hidden), scheme.weight, torch.bfloat16, "meta"),
+            RowLists(**lists, expected_rows=expected_rows),
+            StoredMatrix.empty((layer.experts, columns, layer.hidden), scheme.weight, torch.bfloat16, "meta"),
             scheme,
-            bias=_empty(experts, columns, dtype=torch.bfloat16),
+            bias=_empty(layer.experts, columns, dtype=torch.bfloat16),
             out=_empty(listed, columns, dtype=torch.bfloat16),
             kernels=True,
         )
