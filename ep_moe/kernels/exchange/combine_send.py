@@ -79,12 +79,12 @@ def _add_weighted(total, part, row, weight):
 
 @triton.jit
 def _sum_rest(total, y_ptr, own, pool_row, column, combining: tl.constexpr):
-    """Add the rows of a received token after the first ROWS_IN_FLIGHT, of which there are as many, to its sum."""
+    """Add the rows of a received token after the first ROWS_IN_FLIGHT to its sum."""
     for first in range(combining.ROWS_IN_FLIGHT, combining.K, combining.ROWS_IN_FLIGHT):
         for j in tl.static_range(combining.ROWS_IN_FLIGHT):
-            there, at = first + j < combining.K, pool_row * combining.K + first + j
-            row = tl.load(own.rows_ptr + at, mask=there, other=-1)
-            weight = tl.load(own.weights_ptr + at, mask=there & (row >= 0), other=0.0)
+            exists, at = first + j < combining.K, pool_row * combining.K + first + j
+            row = tl.load(own.rows_ptr + at, mask=exists, other=-1)
+            weight = tl.load(own.weights_ptr + at, mask=exists & (row >= 0), other=0.0)
             total = total + _load_part(y_ptr, row, column, combining).to(tl.float32) * weight
     return total
 
@@ -113,8 +113,8 @@ def return_rows(
     HALF: tl.constexpr = FIRST // 2  # most tokens have no more rows
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     items = tl.max(tokens, 0) * (ranks.R * BLOCKS)
-    source, token, pool_row, there = _item(sender, tokens, ranks, BLOCKS)
-    rows, weights = _load_places(own, pool_row, there & (sender < items), combining)
+    source, token, pool_row, exists = _item(sender, tokens, ranks, BLOCKS)
+    rows, weights = _load_places(own, pool_row, exists & (sender < items), combining)
     for i in range(sender, items, senders):
         column = i % BLOCKS * BLOCK + tl.arange(0, BLOCK)
         parts = tl.tuple([])
@@ -124,8 +124,8 @@ def return_rows(
         elif not combining.POISONED:
             for j in tl.static_range(FIRST):
                 parts = parts + tl.tuple([_load_part(y_ptr, rows[j], column, combining)])
-        next_source, next_token, next_row, there = _item(i + senders, tokens, ranks, BLOCKS)
-        next_rows, next_weights = _load_places(own, next_row, there & (i + senders < items), combining)
+        next_source, next_token, next_row, exists = _item(i + senders, tokens, ranks, BLOCKS)
+        next_rows, next_weights = _load_places(own, next_row, exists & (i + senders < items), combining)
         total = tl.zeros([BLOCK], tl.float32)
         if combining.POISONED:
             total += float("nan")

@@ -223,18 +223,9 @@ def _take_rows(
         for t in tl.static_range(TOKENS):
             if ((bits >> t) & 1) > 0:
                 rows = tl.max(tl.reshape(tl.where(token == t, to_row, -1), [TOKENS, COLUMNS]), 0)
+                to, leads = pool_row + t * ranks.R, block == 0
                 copy_row(
-                    batch,
-                    values[t],
-                    scales[t],
-                    rows,
-                    word,
-                    pool_row + t * ranks.R,
-                    block == 0,
-                    receiver.height,
-                    row,
-                    receiving.POOLED,
-                    False,
+                    batch, values[t], scales[t], rows, word, to, leads, receiver.height, row, receiving.POOLED, False
                 )
     return (bits >= 0).to(tl.int32)
 

@@ -265,12 +265,8 @@ def _deliver_row(
 def send_rows(exchange, ranks: tl.constexpr, round_, tokens, strides, sender, row: tl.constexpr, sending: tl.constexpr):
     """Store this program's groups of tokens as rows; after each group fence, then set its flag at every rank."""
     own = exchange.own
-    senders, present, num_physical, rows_per_rank = (
-        sender.count,
-        sender.present,
-        sender.num_physical,
-        sender.rows_per_rank,
-    )
+    senders, present = sender.count, sender.present
+    num_physical, rows_per_rank = sender.num_physical, sender.rows_per_rank
     WORDS: tl.constexpr = sending.ROW_WORDS
     group = tokens_per_flag(present)
     index = tl.arange(0, MOST_FLAGGED)

@@ -7,7 +7,7 @@ Letters: L local experts, I intermediate, G scale groups, Q row tiles of all exp
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.gemm.tile_list import find_rows
+from ep_moe.kernels.gemm.tile_list import find_rows, num_pieces
 from ep_moe.kernels.gemm.tokens import order_columns
 from ep_moe.kernels.numerics import (
     E2M1_MAX,
@@ -34,9 +34,7 @@ def _expert_amax_kernel(
 ):
     """Find the largest magnitude of each expert's rows, by an integer atomic max: magnitudes order as their bits."""
     column = tl.arange(0, PIECES.BLOCK)
-    for piece in range(
-        tl.program_id(0), tl.load(tiles.num_tiles) * (PIECES.BLOCK_M // PIECES.ROWS), tl.num_programs(0)
-    ):
+    for piece in range(tl.program_id(0), num_pieces(tiles, PIECES), tl.num_programs(0)):
         expert, row, row_mask = find_rows(piece, rows, tiles, PIECES)
         ptrs = inner.data + row.to(tl.int64)[:, None] * intermediate
         x = tl.load(ptrs + column[None, :], mask=row_mask[:, None] & (column < intermediate)[None, :], other=0.0)
@@ -61,9 +59,7 @@ def _requantize_kernel(
     """Requantize all columns of ROWS rows, one scale group after the other."""
     OUT: tl.constexpr = out.data.dtype.element_ty
     DTYPE: tl.constexpr = tl.float8e4nv if tl.float16 == OUT else OUT
-    for piece in range(
-        tl.program_id(0), tl.load(tiles.num_tiles) * (PIECES.BLOCK_M // PIECES.ROWS), tl.num_programs(0)
-    ):
+    for piece in range(tl.program_id(0), num_pieces(tiles, PIECES), tl.num_programs(0)):
         expert, row, row_mask = find_rows(piece, rows, tiles, PIECES)
         offset = row.to(tl.int64)[:, None] * intermediate
         for start in range(0, intermediate, group_width):
@@ -99,9 +95,7 @@ def _requantize_nvfp4_kernel(
     ORDER: tl.constexpr,  # as `Epilogue.ORDER`
 ):
     """Round ROWS rows to NVFP4, each with a global scale by the rule of weights: `ep_moe.quant.micro.round_trip`."""
-    for piece in range(
-        tl.program_id(0), tl.load(tiles.num_tiles) * (PIECES.BLOCK_M // PIECES.ROWS), tl.num_programs(0)
-    ):
+    for piece in range(tl.program_id(0), num_pieces(tiles, PIECES), tl.num_programs(0)):
         _, row, row_mask = find_rows(piece, rows, tiles, PIECES)
         column = tl.arange(0, PIECES.BLOCK)
         offset = row.to(tl.int64)[:, None] * intermediate + column[None, :]

@@ -87,6 +87,12 @@ def find_tile(t, num_columns, rows, tiles, TILE):
 
 
 @triton.jit
+def num_pieces(tiles, PIECES):
+    """Pieces of ROWS rows of the intermediate, of all experts."""
+    return tl.load(tiles.num_tiles) * (PIECES.BLOCK_M // PIECES.ROWS)
+
+
+@triton.jit
 def find_rows(piece, rows, tiles, PIECES):
     """Return (expert, rows of the intermediate [ROWS], which of them hold a token) of the piece-th ROWS rows."""
     row = piece * PIECES.ROWS + tl.arange(0, PIECES.ROWS)

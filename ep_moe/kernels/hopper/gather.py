@@ -6,7 +6,7 @@ Letters: L local experts, H hidden, G scale groups, Q row tiles of all experts.
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.gemm.tile_list import find_rows
+from ep_moe.kernels.gemm.tile_list import find_rows, num_pieces
 
 
 @triton.jit(do_not_specialize=["scale_height", "scale_stride_block", "scale_stride_group", "packed_stride"])
@@ -29,9 +29,7 @@ def _gather_rows_kernel(
 ):
     """Copy the rows of all experts, and their scales; rows of a tile that hold no token are not written."""
     column = tl.arange(0, PIECES.BLOCK)
-    for piece in range(
-        tl.program_id(0), tl.load(tiles.num_tiles) * (PIECES.BLOCK_M // PIECES.ROWS), tl.num_programs(0)
-    ):
+    for piece in range(tl.program_id(0), num_pieces(tiles, PIECES), tl.num_programs(0)):
         expert, row, row_mask = find_rows(piece, rows, tiles, PIECES)
         place = tl.load(rows.row_start + expert) + row - tl.load(tiles.first_tile + expert) * PIECES.BLOCK_M
         source = tl.load(rows.row_index + place, mask=row_mask, other=0)
