@@ -21,9 +21,10 @@ CASES = (
     "flat-repeats",
     "round-robin",
     "compact-zero-tokens-on-one-rank",
-    "nvfp4-hidden-2880",
+    "compact-nvfp4-hidden-48",
     "batched-fp8_token",
-    *(() if INTERPRETING else ("flat-fp8_block", "compact-fp8_tensor", "mxfp8-mixed-layouts", "many-tokens")),
+    *(() if INTERPRETING else ("nvfp4-hidden-2880", "flat-fp8_block", "compact-fp8_tensor")),
+    *(() if INTERPRETING else ("mxfp8-mixed-layouts", "many-tokens")),
 )
 EXCHANGES = {"low_latency": low_latency.LowLatency, "v2": per_rank.Elastic}  # those that serve one rank
 
