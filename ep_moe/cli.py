@@ -469,13 +469,13 @@ bench_app.command("serve")(_bench_serve_command)
 
 @bench_app.command("report")
 def bench_report_command(
-    directory: Annotated[Path, typer.Option("--dir", help="Holds the .jsonl files and notes/.")] = Path(
+    directory: Annotated[Path, typer.Option("--dir", help="Holds the .jsonl files, methods/ and topics/.")] = Path(
         "docs/benchmarks"
     ),
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit code 1 if the page differs.")] = False,
     plots: Annotated[bool, typer.Option(help="Draw the plots; needs matplotlib.")] = True,
 ) -> None:
-    """Make BENCHMARKS.md and its plots from the measured rows."""
+    """Make BENCHMARKS.md, its plots and the pages of results from the measured rows."""
     with _one_line_errors():
         report = make_report(directory, check=check, plots=plots and not check)
         if not report["ok"]:

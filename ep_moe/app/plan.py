@@ -92,7 +92,8 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
         return _validation(hw, config)
     if config.calibrate:
         found = calibrate(hw, read_records(config.rows))
-        return {"constants": {name: value for name, value in dataclasses.asdict(found).items() if name != "rows"}}
+        values = dataclasses.asdict(found)
+        return {"constants": {name: value for name, value in values.items() if not isinstance(value, tuple)}}
     job = config.job()
     candidates = plan(hw, job)
     if config.plot is not None:

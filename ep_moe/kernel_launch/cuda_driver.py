@@ -196,7 +196,7 @@ class Launches:
     `_RECORDED_AFTER` times are recorded as a CUDA graph, which the driver starts as one: a program whose calls repeat
     allocates the same addresses again, as torch's allocator keeps them. Values in excess of `_MOST_COUNTED` replace
     only others that did not come in the last `_RECORDED_AFTER` times as many calls: if more take turns, the first ones
-    keep their graphs, and no more graphs are made. docs/benchmarks/notes/2026-11-22-host-time.md has times of single
+    keep their graphs, and no more graphs are made. docs/benchmarks/archive/2026-11-22-host-time.md has times of single
     launches, 2026-11-25-calls-as-graphs.md those of graphs.
 
     Args:

@@ -257,6 +257,8 @@ def _why_not(hw: Hardware, record: Record) -> str:
     setup = record.setup
     if record.gpu != hw.gpu:
         return f"measured on {record.gpu}"
+    if record.commit[:7] in hw.superseded:
+        return f"kernels of commit {record.commit[:7]} have been replaced"
     if record.bench not in ("transport", "experts", "layer"):
         return "a whole model: attention and sampling are not predicted"
     if record.bench != "experts" and not setup["graph"]:

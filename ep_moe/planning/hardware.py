@@ -29,6 +29,7 @@ class Hardware:
         overlap: p of (reading^p + multiplying^p)^(1/p), which is infinite if the shorter of both is hidden.
         layer_us: of a layer beside its exchange and its experts: routing, and gaps between kernels.
         rows: the measured rows that the constants come from, each by words that it contains.
+        superseded: commits whose kernels have been replaced: their rows are not compared.
     """
 
     gpu: str
@@ -56,6 +57,7 @@ class Hardware:
     overlap: Annotated[float, Field(at_least=1)]
     layer_us: float
     rows: tuple[str, ...]
+    superseded: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self)

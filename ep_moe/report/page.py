@@ -1,10 +1,10 @@
-"""`ep-moe bench report`: docs/BENCHMARKS.md and its plots, made from the rows of docs/benchmarks/*.jsonl.
+"""`ep-moe bench report`: docs/BENCHMARKS.md, results and plots, made from the rows of docs/benchmarks/*.jsonl.
 
-The page has a section for each benchmark: how it is measured, a plot, and tables with the newest row that counts of
-each configuration; then links to the notes. How it is measured and the notes are written by hand.
+The page has a section for each benchmark: a summary of its newest rows on one kind of GPU, as a table and a plot, and
+how it is measured; then links to the topics. results/ has a page for each benchmark, with the newest row that counts of
+each configuration. How it is measured, topics and notes are written by hand.
 """
 
-import datetime
 import re
 import textwrap
 from collections.abc import Sequence
@@ -13,39 +13,23 @@ from typing import Any
 
 from ep_moe.fields import require
 from ep_moe.report.plots import draw
-from ep_moe.report.records import BENCHES, WORDS, Record, read_records
+from ep_moe.report.records import BENCHES, WORDS, Record, newest, read_records
+from ep_moe.report.summaries import Summary, is_slower
 from ep_moe.report.tables import markdown_table, show_figure
 
 DATE = len("2026-11-22")
-NOTES = "notes"  # their folder, beside the rows
+NOTES, TOPICS, RESULTS = "archive", "topics", "results"  # folders beside the rows
 NOTE_HEADINGS = ["Question", "Method", "Result"]
 PROSE_COLUMNS = 120
 METHODS = "methods"  # folder of the texts that head the sections, one for each benchmark
-MARK = "<!-- Made by `ep-moe bench report` from {folder}/*.jsonl, notes/*.md and methods/*.md; do not edit. -->"
+MARK = "<!-- Made by `ep-moe bench report` from {folder}/*.jsonl, methods/*.md and topics/*.md; do not edit. -->"
 
 
-def newest(records: Sequence[Record]) -> list[Record]:
-    """The newest row of each configuration, without sweeps, in the order of the configurations' first rows. Local."""
-    chosen: dict[str, Record] = {}
-    for record in records:
-        before = chosen.get(record.configuration)
-        if not record.sweep and (before is None or _when(record) >= _when(before)):
-            chosen[record.configuration] = record
-    return list(chosen.values())
-
-
-def _when(record: Record) -> datetime.datetime:
-    return datetime.datetime.fromisoformat(record.date)
-
-
-def read_notes(folder: Path) -> dict[str, str]:
-    """File and topic of each note of a directory, the newest first, those of one day by name; {} without a directory.
-
-    A note is named <date>-<topic>.md and has a title and the sections Question, Method and Result.
+def check_notes(folder: Path) -> None:
+    """Check the notes of a directory: a note is named <date>-<topic>.md and has a title and NOTE_HEADINGS.
 
     Errors: ValueError names a note that is named otherwise or lacks one of them. Local.
     """
-    notes = {}
     for path in sorted(folder.glob("*.md")):
         named = re.fullmatch(r"\d{4}-\d\d-\d\d-[a-z0-9-]+\.md", path.name) is not None
         require(named, f"{path}: the name of a note is <date>-<topic>.md, as in 2026-11-21-host-time.md")
@@ -53,8 +37,21 @@ def read_notes(folder: Path) -> dict[str, str]:
         headings = [line.removeprefix("## ") for line in lines if line.startswith("## ")]
         fits = title.startswith("# ") and headings == NOTE_HEADINGS
         require(fits, f"{path}: a note is a title (# ...) and the sections {', '.join(NOTE_HEADINGS)} (## ...)")
-        notes[path.name] = title.removeprefix("# ").strip()
-    return {name: notes[name] for name in sorted(notes, key=lambda name: name[:DATE], reverse=True)}
+
+
+def read_topics(folder: Path) -> dict[str, str]:
+    """File and title of each topic of a directory, by title; {} without a directory.
+
+    Errors: ValueError names a file without a title. Local.
+    """
+    titles = {path.name: _title(path, "a topic")[0] for path in folder.glob("*.md")}
+    return dict(sorted(titles.items(), key=lambda item: item[1]))
+
+
+def _title(path: Path, what: str) -> tuple[str, str]:
+    title, _, text = path.read_text(encoding="utf-8").partition("\n")
+    require(title.startswith("# "), f"{path}: {what} begins with a title (# ...)")
+    return title.removeprefix("# ").strip(), text.strip()
 
 
 def read_method(folder: Path, bench: str) -> tuple[str, str]:
@@ -65,29 +62,65 @@ def read_method(folder: Path, bench: str) -> tuple[str, str]:
     path = folder / f"{bench}.md"
     if not path.is_file():
         return bench.capitalize(), f"`ep-moe bench {bench}`."
-    title, _, text = path.read_text(encoding="utf-8").partition("\n")
-    require(title.startswith("# "), f"{path}: a benchmark's text begins with a title (# ...)")
-    return title.removeprefix("# "), text.strip()
+    return _title(path, "a benchmark's text")
 
 
-def render(records: Sequence[Record], folder: Path) -> str:
-    """The whole page of the rows of a directory, with its notes, methods and plots.
+def render(records: Sequence[Record], folder: Path) -> dict[Path, str]:
+    """The text of each page of the rows of a directory: BENCHMARKS.md beside it, and results/BENCH.md in it.
 
-    Errors: ValueError as `read_notes` and `read_method`. Local.
+    Errors: ValueError as `read_topics`, `read_method` and `Summary.choose`. Local.
     """
-    rows, notes = newest(records), read_notes(folder / NOTES)
+    rows, topics = newest(records), read_topics(folder / TOPICS)
     benches = {record.bench for record in rows}
-    parts = [f"# Benchmarks\n\n{MARK.format(folder=folder.name)}\n"]
+    mark = MARK.format(folder=folder.name)
+    parts, pages = [f"# Benchmarks\n\n{mark}\n"], {}
     for bench in [*(known for known in BENCHES if known in benches), *sorted(benches - set(BENCHES))]:
         title, text = read_method(folder / METHODS, bench)
-        parts.append(f"## {title}\n\n{text}\n")
-        if (folder / f"{bench}.png").is_file():
-            parts.append(f"![{title}]({folder.name}/{bench}.png)\n")
-        parts += _tables([record for record in rows if record.bench == bench])
-    if notes:
-        links = [f"- {file[:DATE]}: [{topic}]({folder.name}/{NOTES}/{file})\n" for file, topic in notes.items()]
-        parts.append("## Notes\n\n" + "".join(links))
-    return "\n".join(parts)
+        members = [record for record in rows if record.bench == bench]
+        where = f"{folder.name}/{RESULTS}/{bench}.md"
+        parts += [f"## {title}\n", *_summary(members, folder)]
+        parts.append(f"All rows, with versions and commands: [{len(members)} rows]({where}).\n")
+        parts.append(f"### How it is measured\n\n{text}\n" if bench in BENCHES else f"{text}\n")
+        pages[folder / RESULTS / f"{bench}.md"] = "\n".join([f"# {title}: all rows\n\n{mark}\n", *_tables(members)])
+    if topics:
+        links = [f"- [{title}]({folder.name}/{TOPICS}/{file})\n" for file, title in topics.items()]
+        parts.append(
+            "## What was tried\n\nOne page for each topic: what was tried, and what it gave.\n\n" + "".join(links)
+        )
+    return {folder.parent / "BENCHMARKS.md": "\n".join(parts), **pages}
+
+
+def _summary(records: Sequence[Record], folder: Path) -> list[str]:
+    """Table and plot of the newest rows of a bench on one kind of GPU; nothing for an unknown bench."""
+    bench = records[0].bench
+    rows = Summary.of(bench).choose(records) if bench in BENCHES else []
+    if not rows:
+        return []
+    summary = Summary.of(bench)
+    columns = [("GPUs", [str(row.world_size) for row in rows])]
+    for title, path in summary.words.items():
+        words = [str(row.value(path)) for row in rows]
+        columns += [(title, words)] if len({*words}) > 1 or len(rows) == 1 else []
+    columns.append((f"ep_moe, {summary.unit}", [show_figure(summary.figure, summary.ours(row)) for row in rows]))
+    slower = 0
+    for name, title in summary.baselines.items():
+        theirs, ratios = ([which(row, name) for row in rows] for which in (summary.theirs, summary.ratio))
+        columns.append((f"{title}, {summary.unit}", [show_figure(summary.figure, value) for value in theirs]))
+        columns.append(("times as fast", [_times(ratio) for ratio in ratios]))
+        slower += sum(map(is_slower, ratios))
+    columns.append(("commit", [row.commit[:7] for row in rows]))
+    days = sorted({row.date[:DATE] for row in rows})
+    lost = (
+        f"{slower} figure{'s' * (slower > 1)} below 1: slower" if slower else "Nothing here is slower than its baseline"
+    )
+    shared = "".join(f"{words}, " for words in summary.labels(rows)[:1] if words)
+    text = f"{shared}{rows[0].gpu}, {' to '.join(dict.fromkeys((days[0], days[-1])))}. {lost}.\n"
+    plot = [f"![{summary.title}]({folder.name}/{bench}.png)\n"] if (folder / f"{bench}.png").is_file() else []
+    return [text, *plot, markdown_table(columns)]
+
+
+def _times(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}{' (slower)' * is_slower(ratio)}"
 
 
 def _tables(records: Sequence[Record]) -> list[str]:
@@ -95,7 +128,7 @@ def _tables(records: Sequence[Record]) -> list[str]:
     groups: dict[str, list[Record]] = {}
     for record in records:
         preset = f"{record.shapes['preset']}, " if record.shapes.get("preset") else ""
-        groups.setdefault(f"### {preset}{record.world_size} x {record.gpu}\n", []).append(record)
+        groups.setdefault(f"## {preset}{record.world_size} x {record.gpu}\n", []).append(record)
     parts = []
     for heading, members in groups.items():
         sources = [_source(record) for record in members]
@@ -147,25 +180,36 @@ def _source(record: Record) -> str:
 
 
 def make_report(directory: str | Path, *, check: bool, plots: bool) -> dict[str, Any]:
-    """Write the page beside `directory`, from the rows and the list of notes there, and the plots into `directory`.
+    """Write the page beside `directory`, and into it the pages of results and the plots. Local.
 
     The page links the plots that exist, so that a check fails if a plot of the page is missing.
 
     Args:
-        directory: holds *.jsonl, notes/*.md and methods/*.md; the page is BENCHMARKS.md of the folder that it is in.
-        check: write nothing, only compare the page. plots: draw them first.
-    Returns: `ok`, False if the page differs under `check`; `page`; `written`, the paths; `rows`, how many count.
-    Errors: ValueError for a wrong directory, row or note; RuntimeError if matplotlib is missing. Local.
+        directory: holds *.jsonl, methods/*.md, topics/*.md and archive/*.md; BENCHMARKS.md is written beside it.
+        check: write nothing, only compare the pages. plots: draw them first.
+    Returns: `ok`, False if a page differs under `check`; `page`, the one that differs, else BENCHMARKS.md; `written`,
+        the paths; `rows`, how many count.
+    Errors: ValueError for a wrong directory, row, topic or note; RuntimeError if matplotlib is missing.
     """
     folder = Path(directory).resolve()
     records = read_records(directory)
-    page = folder.parent / "BENCHMARKS.md"
-    read_notes(folder / NOTES)  # their errors come before plots are drawn
-    drawn = draw(newest(records), folder) if plots and not check else []
-    text = render(records, folder)
-    same = page.is_file() and page.read_text(encoding="utf-8") == text
-    written: list[str] = []
+    check_notes(folder / NOTES)  # errors come before plots are drawn
+    pages = render(records, folder)
+    drawn = draw(records, folder) if plots and not check else []
+    pages = render(records, folder) if drawn else pages
+    extra = sorted(set((folder / RESULTS).glob("*.md")) - set(pages))
+    differ = [path for path, text in pages.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     if not check:
-        page.write_text(text, encoding="utf-8")
-        written = [str(page), *map(str, drawn)]
-    return {"ok": same or not check, "page": str(page), "written": written, "rows": len(newest(records))}
+        (folder / RESULTS).mkdir(exist_ok=True)
+        for path, text in pages.items():
+            path.write_text(text, encoding="utf-8")
+        for path in extra:
+            path.unlink()
+    named = [*differ, *extra, *pages][0]
+    written = [] if check else [*pages, *drawn]
+    return {
+        "ok": not check or not differ + extra,
+        "page": str(named if check else next(iter(pages))),
+        "written": [str(path) for path in written],
+        "rows": len(newest(records)),
+    }

@@ -25,9 +25,9 @@ PURE_NUMBERS = ("_error", "_ratio", "_share", "_count")  # endings of figures wi
 ENDINGS = (*UNITS, *PURE_NUMBERS)
 WORDS, WORD_TYPES = ("shapes", "setup"), (str, int, float, bool)  # parts of a row that say what was measured
 
-# How each bench shows its rows: `plot` draws them as `ep_moe.report.plots` says; `columns` are those of its table: a
-# title, and the name of a word or figure, "a baseline/figure" for a baseline's. Rows of a bench with `flat` are one
-# flat JSON object: the names of their shapes and of their setup; any other name that ends in a unit is a figure.
+# How each bench shows its rows: `summary` is a `Summary`; `columns` are those of the table of all its rows: a title and
+# the name of a word or figure, "a baseline/figure" for a baseline's. Rows of a bench with `flat` are one flat JSON
+# object: the names of their shapes and of their setup; any other name that ends in a unit is a figure.
 BENCHES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("benches.json").read_text(encoding="utf-8"))
 FLAT_ROWS: dict[str, dict[str, list[str]]] = {name: bench["flat"] for name, bench in BENCHES.items() if "flat" in bench}
 
@@ -85,6 +85,11 @@ class Record:
     def configuration(self) -> str:
         """The same for rows that measure the same thing, of which a report shows only the last."""
         return json.dumps((self.bench, self.gpu, self.world_size, self.shapes, self.setup), sort_keys=True)
+
+    @property
+    def when(self) -> datetime.datetime:
+        """When it was measured."""
+        return datetime.datetime.fromisoformat(self.date)
 
     def value(self, path: str) -> Any:
         """The value at a path such as "baselines.grouped_mm.tflops", "" if the row has none. Local."""
@@ -211,6 +216,16 @@ def read_records(directory: str | Path) -> list[Record]:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
         if line.strip()
     ]
+
+
+def newest(records: Sequence[Record]) -> list[Record]:
+    """The newest row of each configuration, without sweeps, in the order of the configurations' first rows. Local."""
+    chosen: dict[str, Record] = {}
+    for record in records:
+        before = chosen.get(record.configuration)
+        if not record.sweep and (before is None or record.when >= before.when):
+            chosen[record.configuration] = record
+    return list(chosen.values())
 
 
 def now() -> str:

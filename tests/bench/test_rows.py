@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 
 from ep_moe.cli import app
 from ep_moe.report import plots
-from ep_moe.report.page import make_report, newest
-from ep_moe.report.records import FIELDS, Record, append_records, read_records
+from ep_moe.report.page import make_report
+from ep_moe.report.records import FIELDS, Record, append_records, newest, read_records
+from ep_moe.report.summaries import Summary
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 PHASES = ("route", "dispatch", "experts", "combine")
 
 
-PHASE_FIGURES = {"call_us", *(f"{phase}_us" for phase in PHASES), "tokens_per_sec"}
+PHASE_FIGURES = {"call_us", "graph_call_us", *(f"{phase}_us" for phase in PHASES), "tokens_per_sec"}
 
 
 def make_record(**changes: Any) -> Record:
@@ -36,7 +37,15 @@ def make_record(**changes: Any) -> Record:
         "command": "ep-moe bench layer --tokens 128",
         "sweep": False,
         "shapes": {"preset": "tiny", "tokens_per_rank": 128},
-        "setup": {"dtype": "bfloat16", "scheme": "none", "transport": "collective", "experts": "torch"},
+        "setup": {
+            "dtype": "bfloat16",
+            "scheme": "fp8_block",
+            "transport": "nvlink",
+            "experts": "torch",
+            "graph": True,
+            "layout": "compact",
+            "routing": "uniform",
+        },
         "figures": dict.fromkeys(PHASE_FIGURES, 100.0) | {"worst_row_error": 3e-3},
         "baselines": {"allgather_reducescatter": dict.fromkeys(PHASE_FIGURES, 250.0) | {"speedup_ratio": 2.5}},
     }
@@ -157,9 +166,10 @@ def test_a_flat_row_is_not_written_with_other_words() -> None:
 def write_rows(folder: Path) -> list[Record]:
     """Rows of two layers, the first measured again later, a sweep, a model, experts, and an unknown bench."""
     tokens = {"preset": "tiny", "tokens_per_rank": 4096}
-    model = {"preset": "qwen3-30b", "layers": 8}
+    model = {"preset": "qwen3-30b", "layers": 8, "sequences_per_rank": 16}
+    whole = {"graph": True, "hook": False}
     speed = {"tokens_per_sec": 1234.5}
-    experts = {"preset": "tiny", "num_local_experts": 2, "rows_per_expert": 4}
+    experts = {"preset": "tiny", "num_local_experts": 2, "rows_per_expert": 16}
     setup = {"dtype": "bfloat16", "scheme": "fp8_block", "experts": "triton", "layout": "compact"}
     kernels = {"call_us": 98.5, "tflops": 611.25, "weight_gbs": 4012.0}
     records = [
@@ -170,11 +180,15 @@ def write_rows(folder: Path) -> list[Record]:
         ),
         make_record(date="2026-11-22T22:00:00+00:00", commit="8888888"),
         make_record(date="2026-12-24T10:00:00+00:00", sweep=True, commit="5555555", shapes=tokens),
-        make_record(bench="model", shapes=model, figures=speed, baselines={"transformers_ep": speed}),
+        make_record(bench="model", shapes=model, setup=whole, figures=speed, baselines={"transformers_ep": speed}),
         make_record(bench="wires", shapes={"wire_bytes": 16}, figures={"send_gbs": 345.6}, baselines={}),
         make_record(bench="experts", shapes=experts, setup=setup, figures=kernels, baselines={"grouped_mm": kernels}),
         make_record(
-            bench="experts", shapes=experts | {"rows_per_expert": 64}, setup=setup, figures=kernels, baselines={}
+            bench="experts",
+            shapes=experts | {"rows_per_expert": 64},
+            setup=setup,
+            figures=kernels,
+            baselines={"grouped_mm": kernels | {"call_us": 49.25}},
         ),
     ]
     for record in records:
@@ -193,57 +207,64 @@ def test_the_newest_row_that_counts(tmp_path: Path) -> None:
 
 
 def test_the_page_and_its_drift(tmp_path: Path) -> None:
-    name = "measured"
-    folder, page = tmp_path / "docs" / name, tmp_path / "docs" / "BENCHMARKS.md"
+    folder, page = tmp_path / "docs" / "measured", tmp_path / "docs" / "BENCHMARKS.md"
     write_rows(folder)
-    (folder / "notes").mkdir()
-    for file, title in (("2026-11-20-b.md", "Of then"), ("2026-11-21-b.md", "Of B"), ("2026-11-21-a-2.md", "Of A")):
-        (folder / "notes" / file).write_text(note(title))
+    (folder / "archive").mkdir()
+    (folder / "archive" / "2026-11-20-b.md").write_text(note("Of then"))
+    (folder / "topics").mkdir()
+    for file, title in (("b.md", "Exchange"), ("a.md", "Tiles")):
+        (folder / "topics" / file).write_text(f"# {title}\n\n| tried | gave |\n|---|---|\n")
     done = CliRunner().invoke(app, ["bench", "report", "--dir", str(folder)])
     assert done.exit_code == 0, done.stderr
     text = page.read_text()
     assert re.findall(r"^##+ .*", text, re.MULTILINE) == [
-        "## One MoE layer",
-        "### tiny, 4 x Abacus 9",
-        "## A whole model",
-        "### qwen3-30b, 4 x Abacus 9",
-        "## One rank's experts",
-        "### tiny, 4 x Abacus 9",
-        "## Wires",
-        "### 4 x Abacus 9",
-        "## Notes",
+        *("## One MoE layer", "### How it is measured", "## A whole model", "### How it is measured"),
+        *("## One rank's experts", "### How it is measured", "## Wires", "## What was tried"),
     ]
     assert "What no row says." not in text
-    notes = [("2026-11-21", "Of A", "2026-11-21-a-2.md"), ("2026-11-21", "Of B", "2026-11-21-b.md")]
-    notes.append(("2026-11-20", "Of then", "2026-11-20-b.md"))
-    links = [(date, title, f"{name}/notes/{file}") for date, title, file in notes]
-    assert re.findall(r"^- (\S+): \[(.*)\]\((.*)\)$", text, re.MULTILINE) == links
-    assert "| 77.7 |" in text
-    layer = text.partition("## A whole model")[0]
-    assert "All rows: dtype bfloat16, scheme none, transport collective, implementation torch.\n" in layer
+    topics = [("Exchange", "measured/topics/b.md"), ("Tiles", "measured/topics/a.md")]
+    assert re.findall(r"^- \[(.*)\]\((.*)\)$", text, re.MULTILINE) == topics
+    assert "| 4 | tiny | uniform | 128 | 100.0 | 250.0 | 2.50 | 7777777 |" in text
+    assert "| 4 | 64 | 98.5 | 49.25 | 0.50 (slower) | 0123abc |" in text
+    assert "tiny, fp8_block, Abacus 9, 2026-11-22. 1 figure below 1: slower.\n" in text
+    assert "Abacus 9, 2026-11-23. Nothing here is slower than its baseline.\n" in text
+    assert not re.search("8888888|5555555", text)
+    assert [path.read_bytes()[:4] for path in sorted(folder.glob("*.png"))] == [b"\x89PNG"] * 3
+    assert re.findall(r"!\[.*\]\((.*?)\)", text) == [f"measured/{plot}.png" for plot in ("layer", "model", "experts")]
+    assert "from measured/*.jsonl, methods/*.md and topics/*.md;" in text
+
+    results = {path.stem: path.read_text() for path in (folder / "results").glob("*.md")}
+    assert set(results) == {"layer", "model", "experts", "wires"}
+    assert all(f"[{count} rows](measured/results/{name}.md)" in text for name, count in (("layer", 2), ("wires", 1)))
+    layer = results["layer"]
+    assert layer.startswith("# One MoE layer: all rows\n")
+    assert "## tiny, 4 x Abacus 9\n" in layer
+    assert (
+        "All rows: dtype bfloat16, scheme fp8_block, transport nvlink, implementation torch, layout compact," in layer
+    )
     assert re.findall(r"^\| (\d) \| (\S+) \| (\d+) \|", layer, re.MULTILINE) == [
         ("1", "2026-11-23", "128"),
         ("2", "2026-11-22", "4096"),
     ]
     assert "1. 2026-11-23, commit 7777777, torch 2.11.0: `ep-moe bench layer --tokens 128`\n" in layer
     assert "2. 2026-11-22, commit 0123abc, torch 2.11.0: `ep-moe bench layer --tokens 128`\n" in layer
-    assert "8888888" not in text
-    assert "5555555" not in text
-    assert "| figures.send_gbs |" in text
-    assert "shapes.wire_bytes 16, setup.dtype bfloat16" in text
-    assert "| 345.6 |" in text
-    assert [path.read_bytes()[:4] for path in sorted(folder.glob("*.png"))] == [b"\x89PNG"] * 3
-    assert re.findall(r"!\[.*\]\((.*?)\)", text) == [f"{name}/{plot}.png" for plot in ("layer", "model", "experts")]
-    assert f"from {name}/*.jsonl, notes/*.md and methods/*.md;" in text
-    assert "dtype bfloat16, scheme fp8_block, implementation triton, layout compact." in text
-    assert "| 1 | 2026-11-22 | 4 | 98.5 | 611.2 | 4,012 | 98.5 |" in text
+    assert "| 77.7 |" in layer
+    assert not re.search("8888888|5555555", layer)
+    assert "| figures.send_gbs |" in results["wires"]
+    assert "| 345.6 |" in results["wires"]
+    assert "dtype bfloat16, scheme fp8_block, implementation triton, layout compact." in results["experts"]
 
     check = ["bench", "report", "--check", "--dir", str(folder)]
     assert CliRunner().invoke(app, check).exit_code == 0
-    for missing in (folder / "model.png", folder / "notes" / "2026-11-21-b.md"):
+    for missing in (folder / "model.png", folder / "topics" / "b.md", folder / "results" / "layer.md"):
         missing.rename(folder / "kept")
         assert CliRunner().invoke(app, check).exit_code == 1
         (folder / "kept").rename(missing)
+    (folder / "results" / "old.md").write_text("of a bench without rows\n")
+    done = CliRunner().invoke(app, check)
+    assert (done.exit_code, "old.md differs from the page made from the rows" in done.stderr) == (1, True)
+    assert CliRunner().invoke(app, ["bench", "report", "--no-plots", "--dir", str(folder)]).exit_code == 0
+    assert not (folder / "results" / "old.md").exists()
     assert CliRunner().invoke(app, check).exit_code == 0
     append_records(folder / "layer.jsonl", [make_record(date="2026-12-25T10:00:00+00:00")])
     done = CliRunner().invoke(app, check)
@@ -259,14 +280,15 @@ def test_the_page_and_its_drift(tmp_path: Path) -> None:
 
 NAME, SECTIONS = "the name of a note is <date>-<topic>.md", "a note is a title (# ...) and the sections"
 WRONG_TEXTS = [
-    ("notes/host-time.md", note("A"), NAME),
-    ("notes/2026-11-21.md", note("A"), NAME),
-    ("notes/2026-11-21-Host time.md", note("A"), NAME),
-    ("notes/2026-11-21-a.md", note("A").replace("# A\n", ""), SECTIONS),
-    ("notes/2026-11-21-a.md", note("A").replace("## Method", "Method"), SECTIONS),
-    ("notes/2026-11-21-a.md", note("A") + "\n## Result\nMore.\n", SECTIONS),
-    ("notes/2026-11-21-a.md", "", f"{SECTIONS} Question, Method, Result (## ...)"),
+    ("archive/host-time.md", note("A"), NAME),
+    ("archive/2026-11-21.md", note("A"), NAME),
+    ("archive/2026-11-21-Host time.md", note("A"), NAME),
+    ("archive/2026-11-21-a.md", note("A").replace("# A\n", ""), SECTIONS),
+    ("archive/2026-11-21-a.md", note("A").replace("## Method", "Method"), SECTIONS),
+    ("archive/2026-11-21-a.md", note("A") + "\n## Result\nMore.\n", SECTIONS),
+    ("archive/2026-11-21-a.md", "", f"{SECTIONS} Question, Method, Result (## ...)"),
     ("methods/layer.md", "How it is measured.\n", "a benchmark's text begins with a title (# ...)"),
+    ("topics/tiles.md", "Tiles.\n", "a topic begins with a title (# ...)"),
 ]
 
 
@@ -281,43 +303,59 @@ def test_a_wrong_note_or_method_is_named(name: str, text: str, error: str, tmp_p
     assert not (tmp_path / "BENCHMARKS.md").exists()
 
 
-def test_the_page_shows_the_exchange(tmp_path: Path) -> None:
-    folder = tmp_path / "docs" / "rows"
-    points = [(1, "batched", 16.6), (128, "batched", 43.7), (4096, "compact", 800.0), (128, "compact", 45.0)]
+class Axes:
+    """Axes that record what is drawn."""
+
+    def __init__(self) -> None:
+        self.lines: dict[str, tuple[list[int], list[float]]] = {}
+        self.bars: dict[int, tuple[float, bool]] = {}
+        self.texts: list[str] = []
+
+    def plot(self, x: list[int], y: list[float], *args: Any, **options: Any) -> None:
+        if "label" in options:
+            self.lines[options["label"]] = (list(x), list(y))
+
+    def barh(self, place: int, width: float, *, hatch: str | None, **options: Any) -> None:
+        self.bars[place] = (width, hatch is not None)
+
+    def annotate(self, text: str, *args: Any, **options: Any) -> None:
+        self.texts.append(text)
+
+    def set_title(self, text: str, **options: Any) -> None:
+        self.texts.append(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return Axes() if name == "spines" else lambda *args, **options: None
+
+    def __getitem__(self, names: Any) -> "Axes":
+        return self
+
+
+def test_the_summary_of_the_exchange() -> None:
+    points = [(1, "batched", 16.5), (128, "batched", 44.0), (4096, "compact", 110.0), (4096, "flat", 99.0)]
     records = [
         make_exchange_record(shapes={"tokens": tokens}, setup={"layout": layout}, figures={"sum_us": us})
         for tokens, layout, us in points
     ]
-    records += [
+    left_out = [
         make_exchange_record(shapes={"hidden": 2048}, figures={"sum_us": 30.0}),
         make_exchange_record(setup={"routing": "skewed"}),
         make_exchange_record(setup={"graph": False}, figures={"host_dispatch_us": 61.25, "host_combine_us": 33.5}),
-        make_exchange_record(world_size=2),
+        make_exchange_record(date="2026-11-01T10:00:00+00:00", gpu="Abacus 8"),
+        make_exchange_record(date="2026-11-21T10:00:00+00:00", commit="7777777", setup={"layout": "compact"}),
     ]
-    append_records(folder / "transport.jsonl", records)
-    done = CliRunner().invoke(app, ["bench", "report", "--dir", str(folder)])
-    assert done.exit_code == 0, done.stderr
-    text = (tmp_path / "docs" / "BENCHMARKS.md").read_text()
-    assert re.findall(r"^##+ .*", text, re.MULTILINE) == ["## Transport", "### 4 x Abacus 9", "### 2 x Abacus 9"]
-    assert "![Transport](rows/transport.png)" in text
-    assert "All rows: transport nvlink, top-k 8, experts 256, payload fp8_block, dtype bfloat16, SMs 0, nodes 1" in text
-    assert "| 1 | 2026-11-22 | 4096 | 7168 | compact | uniform | True | 20.5 | 25.5 | 800.0 |" in text
-    assert "| 61.25 | 33.5 | 7,562,000 | 151.2 | 0.4088 | 40 | 60 | 99 | 1.98 |" in text
-
-    drawn: dict[str, tuple[list[int], list[float]]] = {}
-
-    class Axes:
-        """Axes that record what is drawn."""
-
-        def loglog(self, x: list[int], y: list[float], *args: Any, label: str, **options: Any) -> None:
-            drawn[label] = (list(x), list(y))
-
-        def __getattr__(self, name: str) -> Any:
-            return lambda *args, **options: None
-
-    plots.plot_rows(Axes(), records)
-    assert list(drawn) == ["nvlink", "allgather_reducescatter, beside nvlink", "all_to_all_single, beside nvlink"]
-    assert drawn["nvlink"] == ([1, 128, 4096], [16.6, 43.7, 800.0])
+    two = make_exchange_record(world_size=2)
+    two.baselines.pop("all_to_all_single")
+    summary = Summary.of("transport")
+    rows = summary.choose([*left_out, *records, two])
+    assert rows == [two, *records]
+    assert summary.theirs(two, "all_to_all_single") is summary.ratio(two, "all_to_all_single") is None
+    axes = Axes()
+    plots.plot_rows(axes, rows, summary)
+    gathered, exchanged = (f"beside {title}" for title in summary.baselines.values())
+    assert list(axes.lines) == [f"2 GPUs, {gathered}", f"4 GPUs, {gathered}", f"4 GPUs, {exchanged}"]
+    assert axes.lines[f"4 GPUs, {gathered}"] == ([1, 128, 4096], [6.0, 2.25, 0.9])
+    assert axes.texts.count("0.90, 4 GPUs") == 2
 
 
 def test_without_matplotlib_the_mend_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,44 +367,43 @@ def test_without_matplotlib_the_mend_is_told(tmp_path: Path, monkeypatch: pytest
     assert not (tmp_path / "BENCHMARKS.md").exists()
     for mode in ("--no-plots", "--check"):  # the page without plots shows none, and none is missing
         assert CliRunner().invoke(app, ["bench", "report", "--dir", str(tmp_path / "rows"), mode]).exit_code == 0
-    assert "](" not in (tmp_path / "BENCHMARKS.md").read_text()
+    assert "![" not in (tmp_path / "BENCHMARKS.md").read_text()
 
 
-def test_a_row_that_cannot_be_plotted_is_named(tmp_path: Path) -> None:
-    append_records(tmp_path / "rows" / "layer.jsonl", [make_record(), make_record(commit="7777777", baselines={})])
+def test_a_row_without_its_summary_is_named(tmp_path: Path) -> None:
+    append_records(tmp_path / "rows" / "layer.jsonl", [make_record(commit="7777777", baselines={})])
     done = CliRunner().invoke(app, ["bench", "report", "--dir", str(tmp_path / "rows")])
     assert done.exit_code == 2
-    assert "commit 7777777, has no baselines.allgather_reducescatter.call_us to plot" in done.stderr
+    assert "commit 7777777, has no baselines.allgather_reducescatter.graph_call_us" in done.stderr
     assert not (tmp_path / "BENCHMARKS.md").exists()
 
 
-def test_a_call_without_phases_is_one_bar() -> None:
-    bars: dict[int, list[float]] = {}
-
-    class Axes:
-        """Axes that record bars."""
-
-        def barh(self, place: int, width: float, **options: Any) -> None:
-            bars.setdefault(place, []).append(width)
-
-        def __getattr__(self, name: str) -> Any:
-            return lambda *args, **options: None
-
-    record = make_record()
-    record.baselines["micro_batches"] = {"call_us": 500.0}
-    plots.plot_rows(Axes(), [record])
-    assert bars == {0: [0.4] * 4, 1: [1.0] * 4, 2: [2.0]}
-
-
-def test_labels_say_in_what_rows_differ() -> None:
-    setup = {"dtype": "bfloat16", "transport": "collective", "layout": "flat"}
-    rows = [
-        make_record(setup=setup),
-        make_record(setup=setup | {"layout": "compact"}),
-        make_record(setup=setup, world_size=8),
+def test_bars_that_lose_are_marked() -> None:
+    slow = dict(make_record().figures) | {"graph_call_us": 500.0}
+    records = [
+        make_record(),
+        make_record(shapes={"preset": "tiny", "tokens_per_rank": 1}, figures=slow),
+        make_record(shapes={"preset": "tiny", "tokens_per_rank": 1}, figures=slow, world_size=2),
     ]
-    labels = plots.row_labels(rows, {"shapes.preset": "", "shapes.tokens_per_rank": " tokens"})
-    assert labels == [f"tiny, 128 tokens, layout {a}, ranks {b}" for a, b in (("flat", 4), ("compact", 4), ("flat", 8))]
+    summary, axes = Summary.of("layer"), Axes()
+    rows = summary.choose(records)
+    plots.plot_rows(axes, rows, summary)
+    assert axes.bars == {0: (0.5, True), 1: (0.5, True), 2: (2.5, False)}
+    assert axes.texts[0] == "0.50x  (500.0 beside 250.0 us)  slower"
+    assert axes.texts[-1] == "One MoE layer in a CUDA graph, tiny, uniform, Abacus 9"
+    labels = ["2 GPUs, 1 token per rank", "4 GPUs, 1 token per rank", "4 GPUs, 128 tokens per rank"]
+    assert summary.labels(rows) == ("tiny, uniform", labels)
+    many = [make_record(shapes={"preset": "tiny", "tokens_per_rank": n}) for n in range(1, 20)]
+    axes = Axes()
+    plots.plot_rows(axes, summary.choose(many), summary)
+    assert len(axes.bars) == plots.MOST_BARS
+
+
+@pytest.mark.parametrize("bench", ["layer", "transport", "model", "experts", "engine"])
+def test_the_summaries_of_this_repository_are_small(bench: str) -> None:
+    rows = Summary.of(bench).choose([row for row in read_records(ROOT / "docs" / "benchmarks") if row.bench == bench])
+    assert 6 <= len(rows) <= (plots.MOST_BARS if Summary.of(bench).plot == "bars" else 13)
+    assert len({row.gpu for row in rows}) == 1
 
 
 def test_the_page_of_this_repository_is_what_its_rows_make() -> None:

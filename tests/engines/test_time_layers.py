@@ -107,7 +107,7 @@ def test_rows_are_written_and_shown_by_the_report(options: argparse.Namespace, t
     for theirs in (record.baselines["triton"], record.baselines["auto"]):
         assert theirs["time_ratio"] == pytest.approx(record.figures["call_us"] / theirs["call_us"])
     assert record.figures["worst_row_error"] < 1e-2
-    page = render([record], tmp_path)
+    page = render([record], tmp_path / "rows")[tmp_path / "rows" / "results" / "engine.md"]
     for title in ("time / triton's", "time / auto's", "ours us"):
         assert f"| {title}" in page
     assert f"({record.baselines['triton']['time_ratio']:.2f}, error" in time_layers.line_of(record)

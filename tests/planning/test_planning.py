@@ -50,6 +50,20 @@ def test_measured_rows_are_predicted(hw: Hardware, records: list[Record]) -> Non
     assert sum(c.reason == "constants come from it" for c in found) == len(hw.rows)
 
 
+def test_rows_of_replaced_kernels_are_named_and_not_compared(hw: Hardware, records: list[Record]) -> None:
+    [record] = chosen_rows(records, ["transport commit=aa13260 world_size=2 tokens=1"])
+    [left_out] = (
+        c
+        for c in compare(hw, records)
+        if c.label.endswith("tokens 1, hidden 7168, num_topk 8, payload fp8_block, layout batched, commit aa13260")
+    )
+    assert left_out.reason == "kernels of commit aa13260 have been replaced"
+    again = chosen_rows(records, ["transport commit=b8f84a2 world_size=2 tokens=1"])
+    assert again[0].date > record.date
+    everything = dataclasses.replace(hw, superseded=())
+    assert sum(not c.reason for c in compare(everything, records)) > sum(not c.reason for c in compare(hw, records))
+
+
 def test_a_row_that_is_no_longer_there_is_named(hw: Hardware, records: list[Record]) -> None:
     rows = [record for record in records if record not in chosen_rows(records, hw.rows[:1])]
     with pytest.raises(ValueError, match=r"rows: 'transport commit=.*' describes 0 measured rows instead of one"):
