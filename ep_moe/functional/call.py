@@ -251,7 +251,7 @@ def with_arguments(
     whole, part = listed == list(known), set(listed) <= set(known)
 
     def turn(function: Callable[[Any], Returned]) -> Callable[..., Returned]:
-        own = fields if whole else collections.namedtuple(function.__name__, listed, defaults=values)  # type: ignore[misc]
+        own = fields if whole else collections.namedtuple(function.__name__, listed, defaults=values)
         arguments: Any = own
 
         def call(*given: Any, **by_name: Any) -> Returned:

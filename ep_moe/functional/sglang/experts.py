@@ -120,7 +120,7 @@ class ExpertsCall(NamedTuple):
     @property
     def flags(self) -> Flags:
         """How weights and tokens are stored."""
-        return Flags(*self[_FLAGS], self.block_shape)  # type: ignore[arg-type]
+        return Flags(**{name: getattr(self, name) for name in Flags._fields})
 
     @property
     def weights(self) -> tuple[GivenWeight, GivenWeight]:
@@ -129,7 +129,6 @@ class ExpertsCall(NamedTuple):
         return GivenWeight.of(self, "w1", "a1_scale", first), GivenWeight.of(self, "w2", "a2_scale", second)
 
 
-_FLAGS = slice(ExpertsCall._fields.index("use_fp8_w8a8"), ExpertsCall._fields.index("w1_scale"))
 _KINDS = {
     ("silu", True): ActivationKind.SILU,
     ("gelu", True): ActivationKind.GELU,

@@ -229,8 +229,9 @@ class FusedMoE(torch.nn.Module):
             shard_id: "w1" the gate, "w3" the up half, "w2". expert_id: among all E; None: of all experts, [E, ...].
         Errors: ValueError names the tensor, its shape and what is needed. Local.
         """
-        part = getattr(param, "part", None)
-        if part is None or self._parts.get(part.name) is not part:
+        part: Any = getattr(param, "part", None)
+        own = part is not None and self._parts.get(part.name) is part
+        if not own:
             raise ValueError(f"param {tuple(param.shape)} is not a parameter of layer {self.layer_id}")
         self._forget()
         fit_scale(param, part, loaded_weight, weight_name)

@@ -224,7 +224,7 @@ class GemmCall(NamedTuple):
     @property
     def flags(self) -> Flags:
         """How B and A are stored."""
-        return Flags(*self[15:21])
+        return Flags(**{name: getattr(self, name) for name in Flags._fields})
 
     @property
     def config(self) -> dict[str, int]:
