@@ -7,6 +7,7 @@ a block.
 import dataclasses
 import enum
 import functools
+import itertools
 import math
 
 import torch
@@ -98,7 +99,7 @@ class FusedMoEQuantConfig:
 
 def used_flag(flags: dict[str, bool]) -> str | None:
     """The flag that is set, None if none is. Errors: ValueError for more than one. Local."""
-    used = [name for name, value in flags.items() if value]
+    used = [*itertools.compress(flags, flags.values())]
     if len(used) > 1:
         raise ValueError(f"{' and '.join(used)} are both set, one at most describes the weights")
     return used[0] if used else None
