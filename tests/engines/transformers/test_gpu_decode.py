@@ -191,9 +191,9 @@ def test_a_rank_lost_between_replays_is_named(num_ranks: int, victim: int, how: 
             device="cuda",
             grace_secs=15,
         )
-    told = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    written = {path.name: path.read_text() for path in tmp_path.iterdir()}
     expected = f"({victim},) in time: True, reads: 10"
-    assert told == {str(rank): expected for rank in range(num_ranks) if rank != victim}
+    assert written == {str(rank): expected for rank in range(num_ranks) if rank != victim}
 
 
 def speed_on_rank(group: EPGroup) -> dict[str, float]:

@@ -438,13 +438,13 @@ def out_of_order(group: EPGroup, directory: Path) -> bool:
     """Ranks call two layers of a new model, that of rank 1 in the other order; then the model as it should be. Layers
     that are made in the first call are numbered in the model's order, not in that of the calls."""
     model, (x, ids, weights) = load_spread(directory, hook_config(group, directory)), expert_inputs()
-    said = ""
+    message = ""
     for index in (0, 1) if group.rank == 0 else (1, 0):
         try:
             model.model.layers[index].mlp.experts(x, ids, weights)
         except ValueError as error:
-            said = str(error)
-    return "ranks are out of step" in said and close(model, directory, token_ids(3, rows=1))
+            message = str(error)
+    return "ranks are out of step" in message and close(model, directory, token_ids(3, rows=1))
 
 
 def later_model(group: EPGroup, directory: Path) -> bool:

@@ -595,9 +595,9 @@ def save_alone(group: EPGroup, directory: Path) -> str:
 
 def test_a_rank_that_saves_alone_is_named(tmp_path: Path) -> None:
     found = launch(save_alone, tmp_path / "never", num_ranks=2, config=GroupConfig(timeout_secs=4), device="cpu")
-    for said in found:
-        assert said.startswith("PeerLostError: rank 0 did not arrive in dispatch")
-        assert "last seen in save_pretrained" in said
+    for message in found:
+        assert message.startswith("PeerLostError: rank 0 did not arrive in dispatch")
+        assert "last seen in save_pretrained" in message
     assert not (tmp_path / "never").exists()
 
 
