@@ -54,54 +54,7 @@ from interpreted.repeating import recorded
 HIDDEN, INTERMEDIATE = (144, 80) if DEVICE.type == "cpu" else (720, 1200)
 IDS = TOPK_IDS * 2  # expert 1 has no token, expert 3 has 20
 make_case = functools.partial(make, hidden=HIDDEN, intermediate=INTERMEDIATE, ids=IDS, device=DEVICE)
-FORMATS = [
-    ("none", torch.float32),
-    ("none", torch.bfloat16),
-    ("none", torch.float16),
-    ("fp8_tensor", torch.bfloat16),
-    ("fp8_token", torch.bfloat16),
-    ("fp8_block", torch.bfloat16),
-    ("fp8_block", torch.float32),
-    ("fp8_block_32x48", torch.float16),  # 48 columns: no power of two
-    ("fp8_block_64x32", torch.bfloat16),  # four scales in a tile of the intermediate
-    ("fp8_block_256x256", torch.bfloat16),  # more columns than a tile
-    ("fp8_block_ue8m0", torch.bfloat16),
-]
 LAYOUTS = list(Layout)
-# weights that are decoded; HIDDEN and INTERMEDIATE have groups of 16, 48 and 80, and short ones of the others
-DECODED = [
-    ("fp8_w8a16", torch.bfloat16),
-    ("fp8_w8a16_tensor", torch.float16),
-    ("fp8_w8a16_block", torch.bfloat16),
-    ("fp8_w8a16_block_16x48", torch.float32),
-    ("int8_w8a16", torch.bfloat16),
-    ("int8_w8a16_g48", torch.float16),
-    ("int8_w8a16_zp", torch.float16),
-    ("int8_w8a16_g16_zp_f32", torch.bfloat16),
-    ("int4_w4a16", torch.float32),
-    ("int4_w4a16_zp", torch.bfloat16),
-    ("int4_w4a16_g16", torch.bfloat16),
-    ("int4_w4a16_g16_zp_f16", torch.float16),
-    ("mxfp4_w4a16", torch.bfloat16),
-    ("mxfp4_w4a16", torch.float16),
-    ("mxfp8_w8a16", torch.bfloat16),
-    ("nvfp4_w4a16", torch.float32),
-    ("nvfp4_w4a16", torch.bfloat16),
-    ("nvfp4_w4a16_divisor", torch.float16),
-]
-# tokens of 8 bits and below, other than fp8 with float32 scales for weights in fp8
-NARROW_TOKENS = [
-    ("int8_token", torch.bfloat16),
-    ("int8_block", torch.float16),
-    ("int8_block_32x48", torch.bfloat16),
-    ("int4_w4a8", torch.float32),
-    ("int4_w4a8_g48", torch.bfloat16),
-    ("int4_w4a8_g16_zp_f16", torch.float16),
-    ("mxfp8", torch.bfloat16),
-    ("mxfp4_w4a8", torch.float16),
-    ("nvfp4", torch.bfloat16),
-    ("nvfp4_divisor", torch.float32),
-]
 
 
 def list_tiles(counts: torch.Tensor, max_tiles: int, block_m: int) -> tuple[Rows, TileList]:
@@ -138,17 +91,108 @@ def assert_equals_torch(case: Case, activation: ActivationConfig, batch: ExpertB
     assert errors[len(errors) // 2] < dtype_limit
 
 
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+FORMATS = [
+    *(("none", dtype) for dtype in (F32, BF16, F16)),
+    *((name, BF16) for name in ("fp8_tensor", "fp8_token", "fp8_block")),
+    ("fp8_block", F32),
+    ("fp8_block_32x48", F16),  # 48 columns: no power of two
+    ("fp8_block_64x32", BF16),  # four scales in a tile of the intermediate
+    ("fp8_block_256x256", BF16),  # more columns than a tile
+    ("fp8_block_ue8m0", BF16),
+]
+# weights that are decoded; HIDDEN and INTERMEDIATE have groups of 16, 48 and 80, and short ones of the others
+DECODED = [
+    *((name, BF16) for name in ("fp8_w8a16", "fp8_w8a16_block", "int8_w8a16", "int8_w8a16_g16_zp_f32")),
+    *((name, F16) for name in ("fp8_w8a16_tensor", "int8_w8a16_g48", "int8_w8a16_zp", "int4_w4a16_g16_zp_f16")),
+    *((name, F32) for name in ("fp8_w8a16_block_16x48", "int4_w4a16", "nvfp4_w4a16")),
+    *((name, BF16) for name in ("int4_w4a16_zp", "int4_w4a16_g16", "mxfp4_w4a16", "mxfp8_w8a16", "nvfp4_w4a16")),
+    *((name, F16) for name in ("mxfp4_w4a16", "nvfp4_w4a16_divisor")),
+]
+# tokens of 8 bits and below, other than fp8 with float32 scales for weights in fp8
+NARROW_TOKENS = [
+    *((name, BF16) for name in ("int8_token", "int8_block_32x48", "int4_w4a8_g48", "mxfp8", "nvfp4")),
+    *((name, F16) for name in ("int8_block", "int4_w4a8_g16_zp_f16", "mxfp4_w4a8")),
+    *((name, F32) for name in ("int4_w4a8", "nvfp4_divisor")),
+]
+GPT = {"activation": GPT_OSS}
+UNLIMITED = ACTIVATIONS["swiglu-unlimited"]
+SCALES = ("w13_output_scale", "w13_gate_output_scale", "w2_output_scale")
+WIDE = {"hidden": 144, "intermediate": 144 if DEVICE.type == "cpu" else 1328}
+Options = dict[str, Any]
+
+
+def narrow(scheme: str) -> Options:
+    """Options of a case: the sizes that groups of this scheme divide."""
+    return GPT | ({"hidden": 144, "intermediate": 48} if "48" in scheme else {})
+
+
+CASES: list[tuple[str, torch.dtype, Layout, Options]] = [
+    *((*form, LAYOUTS[number % 3], {}) for number, form in enumerate(FORMATS)),
+    *((scheme, BF16, layout, {}) for scheme in ("fp8_token", "fp8_block_64x32") for layout in LAYOUTS[1:]),
+    *((*form, Layout.BATCHED, narrow(form[0])) for form in DECODED),
+    *((*form, Layout.COMPACT, narrow(form[0]) | {"expected_rows": 500}) for form in DECODED),
+    *((*form, Layout.FLAT, narrow(form[0])) for form in NARROW_TOKENS),
+    *((*form, Layout.BATCHED, narrow(form[0]) | {"expected_rows": 500}) for form in NARROW_TOKENS),
+    *(
+        ("none", F32, Layout.COMPACT, {"activation": activation, "up_first": activation.kind.gated})
+        for name, activation in ACTIVATIONS.items()
+        if name != "silu"
+    ),
+    *(
+        ("fp8_block", BF16, Layout.COMPACT, {"activation": activation})
+        for name, activation in ACTIVATIONS.items()
+        if not activation.kind.gated or name == "gpt-oss"
+    ),
+    *(  # sizes that are no multiple of 16
+        (scheme, BF16, Layout.COMPACT, {"hidden": 51, "intermediate": 37})
+        for scheme in ("none", "fp8_token", "fp8_block_16x16", "int8_w8a16", "mxfp8")
+    ),
+    *(  # numbers of each expert
+        (scheme, BF16, layout, {"activation": dataclasses.replace(UNLIMITED, limit=limit), "own": tuple(OWN)})
+        for scheme in ("none", "fp8_token", "fp8_block")
+        for layout, limit in ((Layout.COMPACT, None), (Layout.FLAT, 0.3))
+    ),
+    *(("none", BF16, Layout.COMPACT, {"activation": UNLIMITED, "own": (name,)}) for name in OWN),
+    *(
+        (scheme, BF16, Layout.COMPACT, {"activation": ACTIVATIONS[name], "own": own, "up_first": True})
+        for scheme, name, own in (
+            ("none", "gpt-oss", (*SCALES, "limit")),
+            ("fp8_token", "gelu", SCALES),
+            ("nvfp4_w4a16", "silu", SCALES),
+            ("mxfp4_w4a16", "gpt-oss", (*SCALES, "limit")),
+        )
+    ),
+    ("fp8_tensor", BF16, Layout.BATCHED, {"activation": ACTIVATIONS["relu2"], "own": SCALES[::2]}),
+    *(  # every size of tile
+        (scheme, BF16, Layout.BATCHED, GPT | WIDE | {"expected_rows": rows})
+        for scheme in ("none", "fp8_block")
+        for rows in (1, 12, 24, 100, 500)
+    ),
+    *(
+        (scheme, BF16, layout, {"static": True, "biased": False})
+        for scheme, layout in (*(("fp8_tensor", layout) for layout in LAYOUTS), ("fp8_tensor_channel", Layout.COMPACT))
+    ),
+    *(  # sizes that no tile divides
+        (scheme, BF16, Layout.COMPACT, GPT | {"hidden": hidden, "intermediate": 192 if hidden == 16 else 16})
+        for scheme, hidden in (("none", 16), ("none", 272), ("fp8_block", 16), ("fp8_block", 400))
+    ),
+    *(  # one scale for all columns of a tile
+        ("fp8_block", BF16, Layout.COMPACT, {"hidden": 160, "intermediate": 256, "biased": False, "expected_rows": n})
+        for n in (5, 100)
+    ),
+]
+
+
 @pytest.mark.parametrize(
-    ("scheme", "dtype", "layout"),
-    [
-        *((*form, LAYOUTS[number % 3]) for number, form in enumerate(FORMATS)),
-        *((scheme, torch.bfloat16, layout) for scheme in ("fp8_token", "fp8_block_64x32") for layout in LAYOUTS[1:]),
-    ],
-    ids=str,
+    ("scheme", "dtype", "layout", "options"), CASES, ids=lambda value: None if isinstance(value, dict) else str(value)
 )
-def test_formats_and_layouts(scheme: str, dtype: torch.dtype, layout: Layout) -> None:
-    case = make_case(scheme, dtype)
-    assert_equals_torch(case, SILU, case.batch(layout))
+def test_equals_the_torch_experts(scheme: str, dtype: torch.dtype, layout: Layout, options: Options) -> None:
+    named = dict(options)
+    activation, rows = named.pop("activation", SILU), named.pop("expected_rows", 5)
+    own, up_first = named.pop("own", ()), named.pop("up_first", False)
+    case = make_case(scheme, dtype, activation, **named).with_own(*own).with_weights(up_first=up_first)
+    assert_equals_torch(case, activation, case.batch(layout, rows))
 
 
 @pytest.mark.parametrize(
@@ -182,15 +226,6 @@ def test_columns_of_w13_in_an_order_of_each_expert(
         dataclasses.replace(case.weights, w13_order=order[:, 1:])
 
 
-@pytest.mark.parametrize("expected_rows", [5, 500])
-@pytest.mark.parametrize(("scheme", "dtype"), DECODED + NARROW_TOKENS, ids=str)
-def test_weights_that_are_decoded_and_narrow_tokens(scheme: str, dtype: torch.dtype, expected_rows: int) -> None:
-    hidden, intermediate = (144, 48) if "48" in scheme else (HIDDEN, INTERMEDIATE)
-    case = make_case(scheme, dtype, GPT_OSS, hidden=hidden, intermediate=intermediate)
-    few, many = (Layout.BATCHED, Layout.COMPACT) if (scheme, dtype) in DECODED else (Layout.FLAT, Layout.BATCHED)
-    assert_equals_torch(case, GPT_OSS, case.batch(few if expected_rows == 5 else many, expected_rows))
-
-
 @pytest.mark.parametrize(
     ("scheme", "dtype", "hidden", "loads"),
     [
@@ -207,7 +242,7 @@ def test_weights_that_are_decoded_and_narrow_tokens(scheme: str, dtype: torch.dt
     ],
 )
 def test_scales_are_loaded_in_words(scheme: str, dtype: torch.dtype, hidden: int, loads: str) -> None:
-    case = make_case(scheme, dtype, hidden=hidden, intermediate=128)
+    case = make_case(scheme, dtype, hidden=hidden, intermediate=128 if "g128" in scheme else 32, ids=TOPK_IDS)
     batch, stored = case.batch(Layout.COMPACT), case.weights.scheme.weight
     shape = CallShape.of(batch, case.weights, SILU)
     tiles = TritonGemms().default_tiles(shape)
@@ -220,7 +255,7 @@ def test_scales_are_loaded_in_words(scheme: str, dtype: torch.dtype, hidden: int
 @pytest.mark.parametrize("scheme", ["mxfp4_w4a8", "nvfp4", "int4_w4a8_g128", "mxfp8", "int8_w8a16"])
 def test_intermediate_in_the_order_of_decoded_weights(scheme: str, block_n: int, block_m: int) -> None:
     """Stored in tiles of few and of many rows and columns, by either GEMM's kernel or by one between them."""
-    sizes = {"hidden": 256, "intermediate": 128} if scheme.endswith("g128") else {"hidden": 160, "intermediate": 208}
+    sizes = {"hidden": 128, "intermediate": 128} if scheme.endswith("g128") else {"hidden": 96, "intermediate": 80}
     case, block_k = make_case(scheme, torch.bfloat16, GPT_OSS, **sizes), 64 * get_scheme(scheme).weight.packed
     gemm = GemmTiles(block_n=max(block_n, get_scheme(scheme).weight.group_width % 128), block_k=block_k, swap=True)
     tiles = ExpertTiles(block_m=block_m, first=gemm, second=dataclasses.replace(gemm, block_n=64))
@@ -229,44 +264,6 @@ def test_intermediate_in_the_order_of_decoded_weights(scheme: str, block_n: int,
     assert inner_order(shape, tiles) == get_scheme(scheme).weight.packed
     assert inner_width(shape, tiles) % block_k == 0
     assert_equals_torch(case, GPT_OSS, batch, tiles=tiles)
-
-
-@pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name != "silu"])
-def test_activations(activation: str) -> None:
-    case = make_case("none", torch.float32, ACTIVATIONS[activation])
-    gated = ACTIVATIONS[activation].kind.gated
-    assert_equals_torch(case.with_weights(up_first=gated), ACTIVATIONS[activation], case.batch(Layout.COMPACT))
-    if not gated or activation == "gpt-oss":
-        case = make_case("fp8_block", torch.bfloat16, ACTIVATIONS[activation])
-        assert_equals_torch(case, ACTIVATIONS[activation], case.batch(Layout.COMPACT))
-
-
-@pytest.mark.parametrize("scheme", ["none", "fp8_token", "fp8_block_16x16", "int8_w8a16", "mxfp8"])
-def test_sizes_that_are_no_multiple_of_16(scheme: str) -> None:
-    case = make_case(scheme, torch.bfloat16, hidden=51, intermediate=37)
-    assert_equals_torch(case, SILU, case.batch(Layout.COMPACT))
-
-
-@pytest.mark.parametrize(
-    ("scheme", "names"),
-    [*((scheme, tuple(OWN)) for scheme in ("none", "fp8_token", "fp8_block")), *(("none", (name,)) for name in OWN)],
-    ids=str,
-)
-def test_numbers_of_each_expert(scheme: str, names: tuple[str, ...]) -> None:
-    case, activation = make_case(scheme, torch.bfloat16).with_own(*names), ACTIVATIONS["swiglu-unlimited"]
-    assert_equals_torch(case, activation, case.batch(Layout.COMPACT))
-    if len(names) > 1:
-        assert_equals_torch(case, dataclasses.replace(activation, limit=0.3), case.batch(Layout.FLAT))
-
-
-@pytest.mark.parametrize(
-    ("scheme", "activation"),
-    [("none", "gpt-oss"), ("fp8_token", "gelu"), ("nvfp4_w4a16", "silu"), ("mxfp4_w4a16", "gpt-oss")],
-)
-def test_up_before_gate(scheme: str, activation: str) -> None:
-    own = ("w13_output_scale", "w13_gate_output_scale", "w2_output_scale", *(("limit",) if "gpt" in activation else ()))
-    case = make_case(scheme, torch.bfloat16, ACTIVATIONS[activation]).with_own(*own).with_weights(up_first=True)
-    assert_equals_torch(case, ACTIVATIONS[activation], case.batch(Layout.COMPACT))
 
 
 @pytest.mark.parametrize(
@@ -307,33 +304,6 @@ def test_rows_that_cannot_be_interleaved() -> None:
         for experts in (create_experts("triton", activation, DEVICE), ReferenceExperts(activation)):
             with pytest.raises(ValueError, match=words):
                 experts(batch, weights)
-
-
-def test_output_scales_without_a_gate() -> None:
-    activation = ACTIVATIONS["relu2"]
-    case = make_case("fp8_tensor", torch.bfloat16, activation).with_own("w13_output_scale", "w2_output_scale")
-    assert_equals_torch(case, activation, case.batch(Layout.BATCHED))
-
-
-@pytest.mark.parametrize("expected_rows", [1, 12, 24, 100, 500])
-@pytest.mark.parametrize("scheme", ["none", "fp8_block"])
-def test_every_size_of_tile(scheme: str, expected_rows: int) -> None:
-    case = make_case(scheme, torch.bfloat16, GPT_OSS, hidden=160, intermediate=208 if DEVICE.type == "cpu" else 1328)
-    assert_equals_torch(case, GPT_OSS, case.batch(Layout.BATCHED, expected_rows))
-
-
-@pytest.mark.parametrize(
-    ("scheme", "layout"), [*(("fp8_tensor", layout) for layout in LAYOUTS), ("fp8_tensor_channel", Layout.COMPACT)]
-)
-def test_static_scales(scheme: str, layout: Layout) -> None:
-    case = make_case(scheme, torch.bfloat16, static=True, biased=False)
-    assert_equals_torch(case, SILU, case.batch(layout))
-
-
-@pytest.mark.parametrize(("scheme", "hidden"), [("none", 16), ("none", 272), ("fp8_block", 16), ("fp8_block", 2880)])
-def test_sizes_that_no_tile_divides(scheme: str, hidden: int) -> None:
-    case = make_case(scheme, torch.bfloat16, GPT_OSS, hidden=hidden, intermediate=192 if hidden == 16 else 16)
-    assert_equals_torch(case, GPT_OSS, case.batch(Layout.COMPACT))
 
 
 @pytest.mark.parametrize("pool", ["flat", "batched"])
@@ -480,12 +450,6 @@ def test_experts_keep_no_weights_alive() -> None:
     gc.collect()
     assert kept() is None
     assert_equals_torch(case, SILU, batch)
-
-
-@pytest.mark.parametrize("expected_rows", [5, 100])
-def test_one_scale_for_all_columns_of_a_tile(expected_rows: int) -> None:
-    case = make_case("fp8_block", torch.bfloat16, hidden=160, intermediate=256, biased=False)
-    assert_equals_torch(case, SILU, case.batch(Layout.COMPACT, expected_rows))
 
 
 def test_columns_of_another_group_do_not_count() -> None:
