@@ -58,7 +58,8 @@ def test_the_readme_has_an_example_of_each_entrance_in_python() -> None:
 
 
 def test_the_server_of_the_readme_answers(tmp_path: Path) -> None:
-    [block] = re.findall(r"^<!-- serve -->\n```bash\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    shape = r"^<!-- serve -->\n```bash\n(.*?)^```\n\n```text\n.*?\"text\":\"(.*?)\""
+    [(block, text)] = re.findall(shape, README, re.MULTILINE | re.DOTALL)
     _, serve, request = block.split("\n", 2)  # the first line installs it
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -77,7 +78,7 @@ def test_the_server_of_the_readme_answers(tmp_path: Path) -> None:
             server.terminate()
             server.wait(timeout=60)
     assert done.returncode == 0, done.stderr + (tmp_path / "log").read_text()
-    assert json.loads(done.stdout)["choices"][0]["text"].strip()
+    assert json.loads(done.stdout)["choices"][0]["text"] == text
 
 
 def test_the_figures_of_the_readme_are_those_of_the_benchmarks() -> None:
