@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -57,6 +58,7 @@ def test_the_readme_has_an_example_of_each_entrance_in_python() -> None:
     assert [len(re.findall(f"import.* {name}", README)) for name in ("from_pretrained", "ExpertParallelMoE")] == [1, 1]
 
 
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_the_server_of_the_readme_answers(tmp_path: Path) -> None:
     shape = r"^<!-- serve -->\n```bash\n(.*?)^```\n\n```text\n.*?\"text\":\"(.*?)\""
     [(block, text)] = re.findall(shape, README, re.MULTILINE | re.DOTALL)

@@ -68,7 +68,7 @@ def read_method(folder: Path, bench: str) -> tuple[str, str]:
 def render(records: Sequence[Record], folder: Path) -> dict[Path, str]:
     """The text of each page of the rows of a directory: BENCHMARKS.md beside it, and results/BENCH.md in it.
 
-    Errors: ValueError as `read_topics`, `read_method` and `Summary.choose`. Local.
+    Errors: ValueError as `read_topics` and `read_method`. Local.
     """
     rows, topics = newest(records), read_topics(folder / TOPICS)
     benches = {record.bench for record in rows}

@@ -90,7 +90,7 @@ def plot_rows(axes: Any, rows: Sequence[Record], summary: Summary) -> float:
 def draw(records: Sequence[Record], directory: Path) -> list[Path]:
     """Draw one PNG for each known bench with rows in its summary; returns their paths.
 
-    Errors: ValueError as `Summary.choose`; RuntimeError if matplotlib is missing. Local.
+    Errors: RuntimeError if matplotlib is missing. Local.
     """
     drawn = []
     for bench in BENCHES:

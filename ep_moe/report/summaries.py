@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ep_moe.fields import require
 from ep_moe.report.records import BENCHES, Record, newest
 
 MOST_ROWS = 13  # of a summary
@@ -37,11 +36,17 @@ class Summary:
         return cls(**BENCHES[bench]["summary"])
 
     def choose(self, records: Sequence[Record]) -> list[Record]:
-        """The rows that are shown of one bench: on the kind of GPU that was measured last, by GPUs and words. Local.
+        """The rows that are shown of one bench: on the kind of GPU that was measured last, by GPUs and words.
 
-        Errors: ValueError names a row without the figure or the first baseline's.
+        Rows without the figure, or without the first baseline's, have nothing to compare and are left out. Local.
         """
-        rows = [row for row in newest(records) if all(row.value(path) in values for path, values in self.only.items())]
+        paths = f"figures.{self.figure}", f"baselines.{next(iter(self.baselines))}.{self.figure}"
+        rows = [
+            row
+            for row in newest(records)
+            if all(row.value(path) in values for path, values in self.only.items())
+            and all(row.value(path) != "" for path in paths)
+        ]
         if not rows:
             return []
         gpu = max(rows, key=lambda row: row.when).gpu
@@ -51,11 +56,6 @@ class Summary:
             chosen[str([row.world_size, *self._values(row)])] = row
             last[self._group(row)] = row
         found = [row for row in chosen.values() if not self.together or row.commit == last[self._group(row)].commit]
-        for row in found:
-            for name in (None, next(iter(self.baselines))):
-                path = f"figures.{self.figure}" if name is None else f"baselines.{name}.{self.figure}"
-                where = f"the row of {row.bench}, {row.date}, commit {row.commit}"
-                require(row.value(path) != "", f"{where}, has no {path}, which its summary shows")
         return sorted(found, key=lambda row: (row.world_size, *map(_order, self._values(row))))[:MOST_ROWS]
 
     def _values(self, row: Record) -> list[Any]:

@@ -370,12 +370,14 @@ def test_without_matplotlib_the_mend_is_told(tmp_path: Path, monkeypatch: pytest
     assert "![" not in (tmp_path / "BENCHMARKS.md").read_text()
 
 
-def test_a_row_without_its_summary_is_named(tmp_path: Path) -> None:
-    append_records(tmp_path / "rows" / "layer.jsonl", [make_record(commit="7777777", baselines={})])
-    done = CliRunner().invoke(app, ["bench", "report", "--dir", str(tmp_path / "rows")])
-    assert done.exit_code == 2
-    assert "commit 7777777, has no baselines.allgather_reducescatter.graph_call_us" in done.stderr
-    assert not (tmp_path / "BENCHMARKS.md").exists()
+def test_a_row_without_a_baseline_is_among_all_rows_alone(tmp_path: Path) -> None:
+    alone = make_record(commit="7777777", baselines={}, shapes={"preset": "tiny", "tokens_per_rank": 1})
+    append_records(tmp_path / "rows" / "layer.jsonl", [make_record(), alone])
+    done = CliRunner().invoke(app, ["bench", "report", "--no-plots", "--dir", str(tmp_path / "rows")])
+    assert done.exit_code == 0, done.stderr
+    assert "7777777" not in (tmp_path / "BENCHMARKS.md").read_text()
+    assert "commit 7777777" in (tmp_path / "rows" / "results" / "layer.md").read_text()
+    assert Summary.of("layer").choose([alone]) == []
 
 
 def test_bars_that_lose_are_marked() -> None:
