@@ -167,7 +167,7 @@ def bound_of_the_step(made: Any) -> None:
         send(*args, max_num_tokens=max_num_tokens, **options)
 
     @contextlib.contextmanager
-    def said(*counts: int) -> Iterator[None]:
+    def counted(*counts: int) -> Iterator[None]:
         with (
             mock.patch.object(step, "is_dp_attention_enabled", return_value=True),
             mock.patch.object(step, "get_dp_global_num_tokens", return_value=list(counts)),
@@ -177,10 +177,10 @@ def bound_of_the_step(made: Any) -> None:
     before = call(made, rows)
     with mock.patch.object(transport, "dispatch_send", noted):
         assert torch.equal(call(made, rows), before)
-        with said(3, 6):
+        with counted(3, 6):
             assert torch.equal(call(made, rows), before)
         if made.group.num_ranks > 1:
-            with said(3, 4), pytest.raises(ValueError, match="max_num_tokens|rank"):
+            with counted(3, 4), pytest.raises(ValueError, match="max_num_tokens|rank"):
                 call(made, rows)
             assert bounds == [None, 6, 4], bounds
         else:
@@ -435,7 +435,7 @@ def config_objects() -> None:
         quantized = QUANTIZATION_METHODS[name].from_config(dict(config))
         found = layer_format(quantized, "model.layers.1.mlp.experts")
         assert found.scheme.name == scheme, f"{name}: {found.scheme.name}"
-        said = config | {"sym": False} if name == "gptq" else config
-        assert found == layer_format(said, ""), name
+        plainly = config | {"sym": False} if name == "gptq" else config
+        assert found == layer_format(plainly, ""), name
         plain = layer_format(quantized, "model.layers.2.mlp.experts") == LayerFormat()
         assert plain == ("model.layers.2" in str(config)), name

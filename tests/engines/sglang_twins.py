@@ -15,28 +15,9 @@ from typing import Any
 from unittest.mock import MagicMock
 
 # packages that SGLang imports and that nothing here calls: compiled kernels, media, grammars, notebooks
-EMPTY = (
-    "IPython",
-    "av",
-    "cuda",
-    "decord",
-    "flash_attn",
-    "gguf",
-    "llguidance",
-    "numba_cuda",
-    "outlines",
-    "pynvml",
-    "quack",
-    "sgl_kernel",
-    "soundfile",
-    "soxr",
-    "tilelang",
-    "timm",
-    "torch_memory_saver",
-    "torchao",
-    "torchvision",
-    "vllm",
-)
+UNUSED = "IPython av cuda decord flash_attn gguf llguidance numba_cuda outlines pynvml quack sgl_kernel soundfile soxr"
+UNUSED += " tilelang timm torch_memory_saver torchao torchvision vllm"
+EMPTY = tuple(UNUSED.split())
 MODELS = ("deepseek_v2", "gpt_oss", "qwen3_moe")  # modules of those that are tested
 
 
@@ -86,18 +67,8 @@ def install_twins() -> None:
     from sglang.srt.layers.rotary_embedding import factory
 
     QUANTIZATION_METHODS["mxfp4"] = Mxfp4Config  # listed on GPUs alone
-    for name in (
-        "fp8",
-        "compressed-tensors",
-        "mxfp4",
-        "w8a8_int8",
-        "w8a8_fp8",
-        "blockwise_int8",
-        "gptq_marlin",
-        "awq_marlin",
-    ):
-        QUANTIZATION_METHODS[name].get_supported_act_dtypes = classmethod(lambda cls: [torch.float32])
-    for name in ("modelopt_fp8", "modelopt_fp4", "moe_wna16"):
+    names = "fp8 compressed-tensors mxfp4 w8a8_int8 w8a8_fp8 blockwise_int8 gptq_marlin awq_marlin"
+    for name in (*names.split(), "modelopt_fp8", "modelopt_fp4", "moe_wna16"):
         QUANTIZATION_METHODS[name].get_supported_act_dtypes = classmethod(lambda cls: [torch.float32])
     # what asks for a GPU: these formats have kernels of SGLang's there, which no case here calls
     awq._is_cuda = True
