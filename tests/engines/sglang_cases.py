@@ -152,7 +152,7 @@ def bad_input(made: Any, most: int) -> None:
         made.state.kind.moe.num_experts,
         lambda: call(made, rows_of(made, most + 1 if rank == last else 2)),
         faults,
-        rank == last,
+        (rank, last),
     )
 
 

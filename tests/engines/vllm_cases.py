@@ -134,7 +134,7 @@ def bad_input(made: Any, most: int) -> None:
 
     broken = mock.patch.object(kernel.fused_experts, "_batch", side_effect=RuntimeError("no memory"))
     count = made.experts[0].moe_config.num_experts
-    engine_cases.bad_input(checked, rows_of(made, rank, 4), count, too_many, [broken], rank == last)
+    engine_cases.bad_input(checked, rows_of(made, rank, 4), count, too_many, [broken], (rank, last))
 
 
 def two_slots(made: Any) -> None:
