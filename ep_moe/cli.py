@@ -8,6 +8,7 @@ Exit codes: 0 success; 1 the job failed or `run` found a difference; 2 a wrong a
 """
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import inspect
@@ -23,15 +24,27 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from ep_moe.app import report
+from ep_moe.app.chat import ChatConfig, chat
+from ep_moe.app.doctor import EXPECTED, DoctorConfig, diagnose
 from ep_moe.app.eval import EvalConfig, evaluate
 from ep_moe.app.generate import GenerateConfig, generate
+from ep_moe.app.help import COMMON, Command, Group
 from ep_moe.app.interrupts import raise_on_interrupt
 from ep_moe.app.options import config_of, options_of
 from ep_moe.app.plan import PlanConfig, make_plan, show_plan
 from ep_moe.app.quantize import quantize_model
 from ep_moe.app.run import RunConfig, run
 from ep_moe.app.serve import ServeConfig, serve
-from ep_moe.app.start import SHIPPED_TEXT, is_first_rank, num_local_ranks, on_ranks, pick_device, speaks
+from ep_moe.app.settings import COMMON_OPTIONS, USAGE_ERROR, VARIABLES, given_elsewhere, variable_of
+from ep_moe.app.start import (
+    SHIPPED_TEXT,
+    is_first_rank,
+    num_local_ranks,
+    on_ranks,
+    pick_device,
+    speaks,
+    start_logs,
+)
 from ep_moe.bench.configs import (
     CallsBenchConfig,
     ExpertsBenchConfig,
@@ -44,31 +57,36 @@ from ep_moe.bench.configs import (
 from ep_moe.config import EngineConfig
 from ep_moe.environment import LaunchEnv
 from ep_moe.fields import Field, described
-from ep_moe.names import DTYPE_NAMES, EXPERTS_NAMES, PLACEMENT_NAMES, SCHEME_NAMES, TRANSPORT_NAMES
+from ep_moe.names import DTYPE_NAMES, EXPERTS_NAMES, PLACEMENT_NAMES, TRANSPORT_NAMES
+from ep_moe.report.expected import expected_figures
 from ep_moe.report.page import make_report
-from ep_moe.report.records import Record, RowsFile, append_records, check_writable, flatten, now
+from ep_moe.report.records import Record, RowsFile, append_records, check_writable, flatten, now, read_records
 from ep_moe.report.tables import show_rows
 from ep_moe.tune.config import TuneConfig
 
 app = typer.Typer(
     name="ep-moe",
+    cls=Group,
     help="Run Mixture-of-Experts models expert-parallel: their experts spread over ranks.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": VARIABLES},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # which would take words in brackets for markup
 )
 
 bench_app = typer.Typer(
+    cls=Group,
     help="Check results, then time them beside a baseline of the run.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-app.add_typer(bench_app, name="bench")
+_RUNNING, _PREPARING, _MACHINE = "Run a model", "Prepare a model", "This machine"
+app.add_typer(bench_app, name="bench", rich_help_panel=_MACHINE)
 
-_USAGE_ERROR: Any = typer.BadParameter.__base__  # of the click that typer has
 _ENGINE = EngineConfig()
 _ON_RAY = ("ray", "nodes")
+_ENGINE_PANEL = "Ranks and their experts"
+_PANELS: dict[Any, str] = {RowsFile: "Rows of docs/benchmarks"}
 # loading and compiling may delay a rank
 _BENCH_ENGINE = EngineConfig(dtype="bfloat16", scheme="none", timeout_secs=120.0)
 _ONE_RANK = dataclasses.replace(_BENCH_ENGINE, nproc=1)
@@ -81,7 +99,7 @@ _NAMED = {
 }
 # "auto" takes a checkpoint's scheme and dtype, and benchmarks read none
 _NO_CHECKPOINT = _NAMED | {
-    "scheme": Field(help=f"Of experts and payload: {', '.join(SCHEME_NAMES)}", option="--quant"),
+    "scheme": Field(help="Number format of experts and payload; `ep-moe formats` lists them", option="--quant"),
     "dtype": Field(help="Dtype of weights and activations", choices=DTYPE_NAMES),
 }
 
@@ -90,14 +108,51 @@ _JSON = inspect.Parameter(
     "as_json",
     inspect.Parameter.KEYWORD_ONLY,
     default=False,
-    annotation=Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")],
+    annotation=Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else.", rich_help_panel=COMMON)
+    ],
 )
 
 
+_CONTEXT = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+_ELSEWHERE = contextvars.ContextVar[tuple[str, ...]]("_ELSEWHERE", default=())  # options that no argument has set
+
+
 def _give_options(command: Callable[..., None], parameters: list[inspect.Parameter]) -> None:
-    """Make typer see these parameters instead of the function's own."""
+    """Make typer see these parameters, and those of every command, instead of the function's own."""
+    parameters = [*parameters, *COMMON_OPTIONS]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+
+
+def _plain(
+    show: Callable[[dict[str, Any]], None], config_type: type[Any] | None = None
+) -> Callable[[Callable[..., dict[str, Any]]], Callable[..., None]]:
+    """Make a command without ranks of a function -> report: its own options, its config's, --json and the common ones.
+
+    An error becomes one line on standard error and an exit code.
+    """
+
+    def decorate(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        own = [each.replace(kind=keyword) for each in inspect.signature(function).parameters.values()]
+        if config_type is not None:
+            own = options_of(config_type)
+
+        @functools.wraps(function)
+        def command(*, as_json: bool, config_file: Path | None, log_level: str, **given: Any) -> None:
+            del config_file
+            with _one_line_errors():
+                start_logs(log_level)
+                result = function(**given) if config_type is None else function(config_of(config_type, given))
+            _print(result, show, as_json)
+            if not result.get("ok", True):
+                raise typer.Exit(1)
+
+        _give_options(command, [*own, _JSON])
+        return command
+
+    return decorate
 
 
 def _job(
@@ -115,22 +170,34 @@ def _job(
     An error becomes one line on standard error and an exit code.
     """
     keyword = inspect.Parameter.KEYWORD_ONLY
-    shared = options_of(EngineConfig, defaults, leave_out=leave_out, instead=fields)
+    shared = options_of(
+        EngineConfig, defaults, leave_out=(*leave_out, "log_level"), instead=fields, panel=_ENGINE_PANEL
+    )
 
     def decorate(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
         own: list[inspect.Parameter] = []
         configs: dict[str, type[Any]] = {}
+        takes_file = False
         for parameter in list(inspect.signature(function).parameters.values())[1:]:
-            if isinstance(parameter.annotation, type) and dataclasses.is_dataclass(parameter.annotation):
+            if parameter.name == "config_file":
+                takes_file = True
+            elif isinstance(parameter.annotation, type) and dataclasses.is_dataclass(parameter.annotation):
                 configs[parameter.name] = parameter.annotation
-                own += options_of(parameter.annotation)
+                own += options_of(parameter.annotation, panel=_PANELS.get(parameter.annotation))
             else:
                 own.append(parameter.replace(kind=keyword))
 
         @functools.wraps(function)
-        def command(*, as_json: bool = False, **given: Any) -> None:
+        def command(
+            *, ctx: typer.Context, config_file: Path | None, log_level: str, as_json: bool = False, **given: Any
+        ) -> None:
+            _ELSEWHERE.set(tuple(given_elsewhere(ctx)))
             with _one_line_errors():
-                engine = _engine({option.name: given.pop(option.name) for option in shared}, defaults, fields)
+                chosen = {option.name: given.pop(option.name) for option in shared}
+                engine = _engine(chosen | {"log_level": log_level}, defaults, fields)
+                start_logs(log_level)
+                if takes_file:
+                    given["config_file"] = config_file
                 made = {name: config_of(config_type, given) for name, config_type in configs.items()}
                 result = function(engine, **made, **given)
             if show is not None and is_first_rank():
@@ -138,13 +205,25 @@ def _job(
             if not result.get("ok", True):
                 raise typer.Exit(1)
 
-        parameters = [*own, *shared]
+        parameters = [*own, *shared, _CONTEXT]
         if show is not None:
             parameters.append(_JSON)
         _give_options(command, parameters)
         return command
 
     return decorate
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            found = version("ep-moe")
+        except PackageNotFoundError:
+            found = "of a source tree that is not installed"
+        typer.echo(f"ep-moe {found}")
+        raise typer.Exit
 
 
 @contextlib.contextmanager
@@ -197,27 +276,19 @@ def _for_json(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-@app.command("run")
+@app.command("run", cls=Command, rich_help_panel=_RUNNING)
 @_job(report.show_run, dataclasses.replace(_ENGINE, dtype="float32"), leave_out=())
-def run_command(
-    engine: EngineConfig,
-    config: Annotated[
-        Path | None, typer.Option(help="A TOML file with a table 'run'; by default the shipped one.")
-    ] = None,
-) -> dict[str, Any]:
+def run_command(engine: EngineConfig, config_file: Path | None) -> dict[str, Any]:
     """Compare every token and logit of ranks with the whole model.
 
     Generates with the experts spread over ranks; every rank also loads the whole model for the comparison, by default
-    in float32, in which both are almost equal.
+    in float32, in which both are almost equal. Table [run] of a --config file may also have the prompts and limits of
+    configs/run.toml.
     """
-    try:
-        chosen = RunConfig.read(config)
-    except FileNotFoundError:
-        raise ValueError(f"config ({str(config)!r}) is not a file") from None
-    return run(engine, chosen)
+    return run(engine, RunConfig.read(config_file))
 
 
-@app.command("generate")
+@app.command("generate", cls=Command, rich_help_panel=_RUNNING)
 @_job(report.show_generate, leave_out=())
 def generate_command(engine: EngineConfig, config: GenerateConfig) -> dict[str, Any]:
     """Continue prompts, which are spread over the ranks."""
@@ -225,7 +296,7 @@ def generate_command(engine: EngineConfig, config: GenerateConfig) -> dict[str, 
     return generate(engine, dataclasses.replace(config, prompts=texts))
 
 
-@app.command("eval")
+@app.command("eval", cls=Command, rich_help_panel=_RUNNING)
 @_job(report.show_eval, leave_out=())
 def eval_command(engine: EngineConfig, config: EvalConfig) -> dict[str, Any]:
     """Measure the loss on held-out text, beside the whole model.
@@ -235,7 +306,7 @@ def eval_command(engine: EngineConfig, config: EvalConfig) -> dict[str, Any]:
     return evaluate(engine, config)
 
 
-@app.command("serve")
+@app.command("serve", cls=Command, rich_help_panel=_RUNNING)
 @_job(None)
 def serve_command(engine: EngineConfig, config: ServeConfig) -> dict[str, Any]:
     """Serve a model by OpenAI's protocol, to many clients at once.
@@ -245,34 +316,41 @@ def serve_command(engine: EngineConfig, config: ServeConfig) -> dict[str, Any]:
     return serve(engine, config)
 
 
-@app.command("quantize")
+@app.command("chat", cls=Command, rich_help_panel=_RUNNING)
+@_job(None)
+def chat_command(engine: EngineConfig, config: ChatConfig) -> dict[str, Any]:
+    """Chat with a running server, or with a model that is served meanwhile.
+
+    Each line of standard input is a message.
+    """
+    raise_on_interrupt()
+    return chat(engine, config)
+
+
+@app.command("quantize", cls=Command, rich_help_panel=_PREPARING)
+@_plain(report.show_quantize)
 def quantize_command(
-    scheme: Annotated[str, typer.Option(help="Scheme of the experts' weights; docs/formats.md lists the names.")],
-    out: Annotated[Path, typer.Option(help="Directory to write, absent or empty.")],
-    model: Annotated[str, typer.Option(help="An unquantized Hugging Face directory; empty is the shipped model.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
-) -> None:
+    scheme: Annotated[str, typer.Option(help="Number format of the experts' weights, of `ep-moe formats`.")],
+    out: Annotated[Path, typer.Option(help="Directory to write, absent or empty.", metavar="DIR")],
+    model: Annotated[
+        str, typer.Option(help="An unquantized Hugging Face directory; empty is the shipped model.", metavar="DIR")
+    ] = "",
+) -> dict[str, Any]:
     """Write a model with quantized experts, as others publish them."""
-    with _one_line_errors():
-        result = quantize_model(model, scheme, str(out))
-    _print(result, report.show_quantize, as_json)
+    return quantize_model(model, scheme, str(out))
 
 
-def _plan_command(*, as_json: bool = False, **given: Any) -> None:
+@app.command("plan", cls=Command, rich_help_panel=_PREPARING)
+@_plain(show_plan, PlanConfig)
+def plan_command(config: PlanConfig) -> dict[str, Any]:
     """Predict times and memory of MoE layers on many GPUs.
 
     Chooses EP size, copies of experts, transport and layout.
     """
-    with _one_line_errors():
-        result = make_plan(config_of(PlanConfig, given))
-    _print(result, show_plan, as_json)
+    return make_plan(config)
 
 
-_give_options(_plan_command, [*options_of(PlanConfig), _JSON])
-app.command("plan")(_plan_command)
-
-
-@app.command("tune")
+@app.command("tune", cls=Command, rich_help_panel=_PREPARING)
 @_job(report.show_tune, _ONE_RANK, (*_OF_RANKS, "layout", "timeout_secs"), _NO_CHECKPOINT)
 def tune_command(engine: EngineConfig, config: TuneConfig) -> dict[str, Any]:
     """Find the fastest kernels of experts on this GPU.
@@ -303,7 +381,12 @@ def _measure(target: str, engine: EngineConfig, config: Any, file: RowsFile) -> 
     report = on_ranks(target, engine, config)
     if report["ok"] and is_first_rank():
         common = {name: report[name] for name in ("bench", "gpu", "world_size", "versions")}
-        common |= {"date": now(), "commit": file.commit, "command": _repeatable(sys.argv[1:]), "sweep": file.sweep}
+        common |= {
+            "date": now(),
+            "commit": file.commit,
+            "command": _repeatable([*sys.argv[1:], *_ELSEWHERE.get()]),
+            "sweep": file.sweep,
+        }
         parts = ("shapes", "setup", "figures", "baselines")
         rows = [Record(**common, **{part: row[part] for part in parts}) for row in report["rows"]]
         try:
@@ -346,6 +429,7 @@ def _num_ranks(engine: EngineConfig) -> int:
 def _repeatable(arguments: list[str]) -> str:
     """The command line without options that only direct its output; under torchrun preceded by torchrun's own."""
     num_values = {"--append": 1, "--commit": 1, "--trace": 1, "--sweep": 0, "--json": 0}  # options to leave out
+    num_values |= {"--config": 1, "--log-level": 1}  # options of the file follow
     kept, skip = ["ep-moe"], 0
     env = LaunchEnv.from_environ()
     if env is not None:
@@ -362,7 +446,7 @@ def _repeatable(arguments: list[str]) -> str:
     return shlex.join(kept)
 
 
-@bench_app.command("layer")
+@bench_app.command("layer", cls=Command)
 @_job(show_rows, _BENCH_ENGINE, ("model", "max_tokens_per_rank", *_ON_RAY), _NO_CHECKPOINT)
 def bench_layer_command(engine: EngineConfig, config: LayerBenchConfig, file: RowsFile) -> dict[str, Any]:
     """Check and time one MoE layer, beside NCCL's collectives.
@@ -382,7 +466,7 @@ def bench_layer_command(engine: EngineConfig, config: LayerBenchConfig, file: Ro
     return _measure("ep_moe.bench.layer:layer_rank_main", engine, config, file)
 
 
-@bench_app.command("transport")
+@bench_app.command("transport", cls=Command)
 @_job(
     show_rows,
     _BENCH_ENGINE,
@@ -400,7 +484,7 @@ def bench_transport_command(engine: EngineConfig, config: TransportBenchConfig, 
     return _measure("ep_moe.bench.transport:transport_rank_main", engine, config, file)
 
 
-@bench_app.command("model")
+@bench_app.command("model", cls=Command)
 @_job(show_rows, _BENCH_ENGINE, ("model", "scheme", "max_tokens_per_rank", *_ON_RAY), _NO_CHECKPOINT)
 def bench_model_command(engine: EngineConfig, config: ModelBenchConfig, file: RowsFile) -> dict[str, Any]:
     """Check and time a random model, beside transformers' own EP."""
@@ -408,7 +492,7 @@ def bench_model_command(engine: EngineConfig, config: ModelBenchConfig, file: Ro
     return _measure("ep_moe.bench.model:model_rank_main", engine, config, file)
 
 
-@bench_app.command("experts")
+@bench_app.command("experts", cls=Command)
 @_job(show_rows, _ONE_RANK, _OF_RANKS, _NO_CHECKPOINT)
 def bench_experts_command(engine: EngineConfig, config: ExpertsBenchConfig, file: RowsFile) -> dict[str, Any]:
     """Check and time one rank's experts, beside torch's grouped GEMM."""
@@ -416,7 +500,7 @@ def bench_experts_command(engine: EngineConfig, config: ExpertsBenchConfig, file
     return _measure("ep_moe.bench.experts_alone:experts_rank_main", engine, config, file)
 
 
-@bench_app.command("formats")
+@bench_app.command("formats", cls=Command)
 @_job(show_rows, _ONE_RANK, (*_OF_RANKS, "scheme"), _NO_CHECKPOINT)
 def bench_formats_command(engine: EngineConfig, config: FormatsBenchConfig, file: RowsFile) -> dict[str, Any]:
     """Check and time one rank's experts in all number formats.
@@ -426,75 +510,112 @@ def bench_formats_command(engine: EngineConfig, config: FormatsBenchConfig, file
     return _measure("ep_moe.bench.experts_alone:experts_rank_main", engine, config, file)
 
 
-@bench_app.command("calls")
+@bench_app.command("calls", cls=Command)
 @_job(show_rows, _ONE_RANK, (*_OF_RANKS, "scheme", "dtype", "experts", "layout"), _NO_CHECKPOINT)
 def bench_calls_command(engine: EngineConfig, config: CallsBenchConfig, file: RowsFile) -> dict[str, Any]:
     """Check and time the calls of other libraries, beside torch."""
     return _measure("ep_moe.bench.calls:calls_rank_main", engine, config, file)
 
 
-def _bench_serve_command(*, plot: Path | None = None, as_json: bool = False, **given: Any) -> None:
+@bench_app.command("serve", cls=Command)
+@_plain(report.show_bench_serve, ServeBenchConfig)
+def bench_serve_command(config: ServeBenchConfig) -> dict[str, Any]:
     """Measure a server of OpenAI's protocol by its clients.
 
     Times to the first text and per token, and throughput. Needs ep-moe[bench]. A key is read from EP_MOE_API_KEY or
     OPENAI_API_KEY.
     """
-    with _one_line_errors():
-        config = config_of(ServeBenchConfig, given)
-        config = dataclasses.replace(config, text=config.text or str(SHIPPED_TEXT))
-        if plot is not None:
-            check_writable(plot, "plot")
-        try:
-            from ep_moe.bench.serve import bench_serve, plot_serve, show_serve
-        except ImportError as error:
-            raise RuntimeError(f"bench serve needs openai; install: pip install 'ep-moe[bench]' ({error})") from None
-        raise_on_interrupt()
-        result = bench_serve(config)
-        if plot is not None:
-            plot_serve(result, plot)
-    _print(result, show_serve, as_json)
-    if not result["ok"]:
-        raise typer.Exit(1)
+    config = dataclasses.replace(config, text=config.text or str(SHIPPED_TEXT))
+    if config.plot is not None:
+        check_writable(config.plot, "plot")
+    try:
+        from ep_moe.bench.serve import bench_serve, plot_serve
+    except ImportError as error:
+        raise RuntimeError(f"bench serve needs openai; install: pip install 'ep-moe[bench]' ({error})") from None
+    raise_on_interrupt()
+    result = bench_serve(config)
+    if config.plot is not None:
+        plot_serve(result, config.plot)
+    return result
 
 
-_PLOT = inspect.Parameter(
-    "plot",
-    inspect.Parameter.KEYWORD_ONLY,
-    default=None,
-    annotation=Annotated[Path | None, typer.Option(help="A PNG to draw throughput and times to; needs matplotlib.")],
-)
-_give_options(_bench_serve_command, [*options_of(ServeBenchConfig), _PLOT, _JSON])
-bench_app.command("serve")(_bench_serve_command)
-
-
-@bench_app.command("report")
+@bench_app.command("report", cls=Command)
+@_plain(report.show_paths)
 def bench_report_command(
-    directory: Annotated[Path, typer.Option("--dir", help="Holds the .jsonl files, methods/ and topics/.")] = Path(
-        "docs/benchmarks"
-    ),
+    directory: Annotated[
+        Path, typer.Option("--dir", help="Holds the .jsonl files, methods/ and topics/.", metavar="DIR")
+    ] = Path("docs/benchmarks"),
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit code 1 if the page differs.")] = False,
     plots: Annotated[bool, typer.Option(help="Draw the plots; needs matplotlib.")] = True,
-) -> None:
+) -> dict[str, Any]:
     """Make BENCHMARKS.md, its plots and the pages of results from the measured rows."""
-    with _one_line_errors():
-        report = make_report(directory, check=check, plots=plots and not check)
-        if not report["ok"]:
-            raise RuntimeError(
-                f"{report['page']} differs from the page made from the rows; write it with: ep-moe bench report"
-            )
-    for path in report["written"] or [f"{report['page']} is up to date"]:
-        typer.echo(path)
+    made = make_report(directory, check=check, plots=plots and not check)
+    if not made["ok"]:
+        raise RuntimeError(
+            f"{made['page']} differs from the page made from the rows; write it with: ep-moe bench report"
+        )
+    return made
+
+
+@bench_app.command("expected", cls=Command)
+@_plain(report.show_paths)
+def bench_expected_command(
+    directory: Annotated[Path, typer.Option("--dir", help="Holds the .jsonl files.", metavar="DIR")] = Path(
+        "docs/benchmarks"
+    ),
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit code 1 if the file differs.")] = False,
+) -> dict[str, Any]:
+    """Make the figures that `ep-moe doctor` expects from the measured rows."""
+    text = json.dumps(expected_figures(read_records(directory)), indent=1) + "\n"
+    same = EXPECTED.is_file() and EXPECTED.read_text() == text
+    if check and not same:
+        raise RuntimeError(f"{EXPECTED} differs from the rows; write it with: ep-moe bench expected")
+    if not same:
+        EXPECTED.write_text(text)
+    return {"ok": True, "page": str(EXPECTED), "written": [] if same else [str(EXPECTED)]}
+
+
+@app.command("doctor", cls=Command, rich_help_panel=_MACHINE)
+@_plain(report.show_findings, DoctorConfig)
+def doctor_command(config: DoctorConfig) -> dict[str, Any]:
+    """Tell what this machine can do, and what mends it.
+
+    On GPUs an exchange and GEMMs are timed too, and compared with docs/benchmarks. Exit code 1 if a line has failed.
+    """
+    raise_on_interrupt()
+    return diagnose(config)
+
+
+@app.command("formats", cls=Command, rich_help_panel=_PREPARING)
+@_plain(report.show_formats)
+def formats_command() -> dict[str, Any]:
+    """List the number formats of experts and tokens, for --quant."""
+    from ep_moe.app.formats import list_formats  # imports torch
+
+    return list_formats()
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", "-V", help="Show the version and exit.", is_eager=True, callback=_show_version),
+    ] = False,
+) -> None:
+    del version
 
 
 def main() -> None:
     """Run the command line; a wrong argument is one line. Ends the process."""
     try:
-        code = app(standalone_mode=False)
-    except _USAGE_ERROR as error:
+        code = app(prog_name="ep-moe", standalone_mode=False)
+    except USAGE_ERROR as error:
         if type(error).__name__ == "NoArgsIsHelpError":
             error.show()
         elif speaks():
             message = " ".join(error.format_message().split()).removesuffix(".")
+            variable = variable_of(error)
+            message += f" (variable {variable})" if variable else ""
             typer.echo(f"error: {message}; see {error.ctx.command_path} --help", err=True)
         code = 2
     sys.exit(code)

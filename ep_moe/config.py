@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from ep_moe.fields import Field, check_fields, check_keys, field_types, require, typed
+from ep_moe.logs import LEVELS
 from ep_moe.names import DTYPE_NAMES, SCHEME_NAMES
 
 if sys.version_info >= (3, 11):
@@ -324,16 +325,17 @@ class EngineConfig:
     scheme: Annotated[
         str,
         Field(
-            help=f"Scheme of experts and payload; auto is the checkpoint's own: auto, {', '.join(SCHEME_NAMES)}",
+            help="Number format of experts and payload, by name (ep-moe formats), none, or auto: the checkpoint's own",
             option="--quant",
         ),
     ] = "auto"
     transport: Annotated[str, Field(help="Token exchange")] = "auto"
     experts: Annotated[str, Field(help="Expert implementation")] = "auto"
     placement: Annotated[str, Field(help="Which rank owns which expert")] = "linear"
-    layout: Annotated[Layout, Field(help="Layout of the expert batch")] = Layout.COMPACT
+    layout: Annotated[Layout, Field(help="Layout of the expert batch: batched, compact, flat")] = Layout.COMPACT
     max_tokens_per_rank: Annotated[int, Field(help="Most tokens of one rank in a forward pass", at_least=1)] = 2048
     timeout_secs: Annotated[float, Field(help="How long a rank waits for another before naming it lost")] = 60.0
+    log_level: Annotated[str, Field(help="Log lines of ranks from this level on", choices=LEVELS)] = "info"
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -395,12 +397,17 @@ def read_toml(config_type: type[Config], path: str | Path, table: str) -> Config
 
     Errors: ValueError names the file and the key; FileNotFoundError the path.
     """
+    content = read_tables(path)
+    require(isinstance(content.get(table), dict), f"{path}: no table [{table}]")
+    return from_mapping(config_type, content[table], f"{path} [{table}]")
+
+
+def read_tables(path: str | Path) -> dict[str, Any]:
+    """Read a TOML file. Errors: ValueError names the file; FileNotFoundError the path."""
     with open(path, "rb") as file:
         try:
-            content = tomllib.load(file)
+            return tomllib.load(file)
         except RecursionError:
             raise ValueError(f"{path}: nested too deep to be read") from None
         except ValueError as error:  # not TOML, or not UTF-8
             raise ValueError(f"{path}: {error}") from None
-    require(isinstance(content.get(table), dict), f"{path}: no table [{table}]")
-    return from_mapping(config_type, content[table], f"{path} [{table}]")

@@ -217,6 +217,16 @@ def tiles_dir(environ: Mapping[str, str] = os.environ) -> Path | None:
     return named or (default if default.is_dir() else None)
 
 
+def cache_folders(environ: Mapping[str, str] = os.environ) -> dict[str, Path]:
+    """The folders that fill up while models and kernels are used, by the variable that moves them. They may be absent.
+
+    Triton's compiled kernels, and models of Hugging Face's hub.
+    """
+    home = Path(os.path.expanduser("~"))
+    defaults = {"TRITON_CACHE_DIR": home / ".triton" / "cache", "HF_HOME": home / ".cache" / "huggingface"}
+    return {name: Path(environ.get(name) or default) for name, default in defaults.items()}
+
+
 def sglang_configs_dir(environ: Mapping[str, str] = os.environ) -> Path | None:
     """The folder of tile sizes in SGLang's files: SGLANG_MOE_CONFIG_DIR, None if it is not set.
 

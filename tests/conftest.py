@@ -1,7 +1,9 @@
 """Setup shared by all tests."""
 
+import logging
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -39,3 +41,12 @@ def pytest_sessionfinish() -> None:
 def seeded() -> None:
     """The same random numbers in a test, whatever ran before it in this process."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def logs_of_one_test() -> Iterator[None]:
+    """Remove the log lines that a command has configured in this process."""
+    yield
+    package = logging.getLogger("ep_moe")
+    package.handlers = []
+    package.setLevel(logging.NOTSET)

@@ -4,14 +4,17 @@ import dataclasses
 import inspect
 import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 
 from ep_moe.fields import Field, described
+from ep_moe.names import SCHEME_NAMES
 
 Config = TypeVar("Config")
+VALUES: Mapping[str, Collection[str]] = {"scheme": ("auto", *SCHEME_NAMES)}  # which a shell completes
 _NO_FIELDS: Mapping[str, Field] = types.MappingProxyType({})
 
 
@@ -21,6 +24,7 @@ def options_of(
     *,
     leave_out: Collection[str] = (),
     instead: Mapping[str, Field] = _NO_FIELDS,
+    panel: str | None = None,
 ) -> list[inspect.Parameter]:
     """A keyword parameter for typer for each field of a config: an argument if it has no default, else an option.
 
@@ -28,7 +32,7 @@ def options_of(
 
     Args:
         defaults: a config whose values replace the fields' defaults. leave_out: fields without an option.
-        instead: replaces the `Field` of some fields.
+        instead: replaces the `Field` of some fields. panel: of the help, for the options.
     Local.
     """
     parameters = []
@@ -45,12 +49,34 @@ def options_of(
         info: Any = typer.Argument(help=described_as.text)
         if default is not dataclasses.MISSING:
             flag = [f"--{name.replace('_', '-')}"] if default is False else []
-            info = typer.Option(*([described_as.option] if described_as.option else flag), help=described_as.text)
+            values = VALUES.get(name, described_as.choices)
+            info = typer.Option(
+                *([described_as.option] if described_as.option else flag),
+                help=described_as.text,
+                metavar="NAME" if values else _metavar(wanted),
+                autocompletion=_completion(values) if values else None,
+                rich_help_panel=panel,
+            )
         else:
             default = inspect.Parameter.empty
         keyword = inspect.Parameter.KEYWORD_ONLY
         parameters.append(inspect.Parameter(name, keyword, default=default, annotation=Annotated[wanted, info]))
     return parameters
+
+
+def _completion(values: Collection[str]) -> Callable[[str], list[str]]:
+    """A function for typer: the values that begin as what is typed."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [value for value in values if value.startswith(incomplete)]
+
+    return complete
+
+
+def _metavar(wanted: Any) -> str:
+    """How the help shows the value of an option of a type."""
+    kinds = [kind for kind in (wanted, *typing.get_args(wanted)) if isinstance(kind, type) and kind is not type(None)]
+    return {int: "N", float: "X", Path: "FILE", str: "TEXT"}.get(kinds[-1], "NAME")
 
 
 def config_of(config_type: type[Config], values: dict[str, Any]) -> Config:

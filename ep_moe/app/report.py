@@ -1,7 +1,7 @@
 """Reports for people: tables on standard output."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -188,3 +188,74 @@ def show_tune(report: dict[str, Any]) -> None:
     console.print(f"{report['table']} is read from now on where it lies in a folder of tables", soft_wrap=True)
     if not all(row["complete"] for row in report["rows"]):
         console.print(f"Run it again to go on from {report['journal']}.", soft_wrap=True)
+
+
+def show_paths(result: Mapping[str, Any]) -> None:
+    """Print the paths that `ep-moe bench report` has written."""
+    for path in result["written"] or [f"{result['page']} is up to date"]:
+        print(path)
+
+
+_WIDTHS = (9, 22, 0)  # columns of a finding; the last has the rest
+_COLORS = {"ok": "green", "note": "cyan", "warning": "yellow", "failed": "bold red"}
+
+
+def show_findings(result: Mapping[str, Any]) -> None:
+    """Print the report of `ep-moe doctor`: verdict, name and finding on a line, the mend below."""
+    console, part = open_console(), ""
+    for finding in result["findings"]:
+        if finding["part"] != part:
+            part = finding["part"]
+            console.print(Text(part, style="bold"))
+        name, found = finding["name"], CONTROLS.sub(" ", finding["found"])
+        rows = [(Text(f"  {finding['verdict']}", style=_COLORS[finding["verdict"]]), Text(name), Text(found))]
+        if finding["mend"]:
+            rows.append((Text(""), Text("-> mend", style="bold"), Text(finding["mend"])))
+        if not console.is_terminal:  # lines as they are, for grep
+            for cells in rows:
+                console.print(
+                    Text(" ".join(f"{cell.plain:<{width}}" for cell, width in zip(cells, _WIDTHS, strict=True)))
+                )
+            continue
+        table = Table.grid(padding=(0, 1, 0, 0))
+        for width in _WIDTHS:
+            table.add_column(width=width or None)
+        for cells in rows:
+            table.add_row(*cells)
+        console.print(table)
+    counts = {verdict: sum(each["verdict"] == verdict for each in result["findings"]) for verdict in _COLORS}
+    found = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+    console.print(Text(f"{found}; looked for {result['secs']:g} s"))
+
+
+def show_formats(result: Mapping[str, Any]) -> None:
+    """Print the table of `ep-moe formats`."""
+    console = open_console()
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for title in ("name", "weights of experts", "tokens sent", "bits"):
+        table.add_column(title)
+    for row in result["formats"]:
+        table.add_row(row["name"], row["experts"], row["tokens"], f"{row['weight_bits']:.3g}")
+    console.print(table)
+    console.print(Text("bits: of a stored weight, with its scales. torch and triton experts compute all of them."))
+    console.print(Text("Sizes may follow some names: fp8_block_64x128, int4_w4a16_g32_zp; see docs/formats.md."))
+
+
+def show_bench_serve(report: dict[str, Any]) -> None:
+    """Print a row for each level, times as p50 / p99."""
+    console, times = open_console(), ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
+    title = f"{report['model']} at {report['url']}; ms, p50 / p99"
+    columns = (name.removesuffix("_ms").upper() for name in times)
+    table = _table(title, "clients", "requests/s", "answered", "tokens/s", *columns)
+    for row in report["rows"]:
+        table.add_row(
+            str(row["concurrency"]),
+            f"{row['rate']:g}" if row["rate"] else "-",
+            f"{row['requests'] - row['failed']} of {row['requests']}",
+            f"{row['tokens_per_sec']:.1f}",
+            *(f"{row[name]['p50']:.1f} / {row[name]['p99']:.1f}" if name in row else "" for name in times),
+        )
+    console.print(table)
+    for row in report["rows"]:
+        for error in row["errors"]:
+            console.print(f"{row['concurrency']} clients: {error}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ep_moe.app.start import on_ranks, open_model
-from ep_moe.config import EngineConfig, config_dir, read_toml
+from ep_moe.config import EngineConfig, config_dir, from_mapping, read_tables, read_toml
 from ep_moe.fields import Field, check_fields
 
 if TYPE_CHECKING:
@@ -45,8 +45,16 @@ class RunConfig:
 
     @classmethod
     def read(cls, path: str | Path | None = None) -> "RunConfig":
-        """Read table [run] of a TOML file, by default the shipped configs/run.toml."""
-        return read_toml(cls, config_dir() / "run.toml" if path is None else path, "run")
+        """Read table [run] of a TOML file, in which values of options may stand too.
+
+        The shipped configs/run.toml takes its place if no path is given or the table has none of these fields.
+        """
+        if path is not None:
+            table = read_tables(path).get("run", {})
+            own = {name: table[name] for name in table if name in cls.__dataclass_fields__}
+            if own:
+                return from_mapping(cls, own, f"{path} [run]")
+        return read_toml(cls, config_dir() / "run.toml", "run")
 
 
 def run(engine: EngineConfig, config: RunConfig) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Annotated, Any
 
+from ep_moe import logs
 from ep_moe.app.start import PRELOAD, on_ranks, open_model, pick_device
 from ep_moe.config import EngineConfig
 from ep_moe.environment import LaunchEnv, server_key
@@ -179,7 +180,8 @@ def front_end(
         process.join()
 
 
-def _front_end_main(stderr: Connection, *args: Any) -> None:
+def _front_end_main(stderr: Connection, listener: socket.socket, ranks: Connection, engine: Any, config: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher ends this process
     os.dup2(stderr.fileno(), 2)
-    pkgutil.resolve_name("ep_moe.app.serve_rank:serve_front_main")(*args)
+    logs.configure(engine.log_level, "http")
+    pkgutil.resolve_name("ep_moe.app.serve_rank:serve_front_main")(listener, ranks, engine, config)

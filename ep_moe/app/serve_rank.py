@@ -12,7 +12,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from ep_moe.app.serve import DRAINED, ServeConfig, bind, front_end
-from ep_moe.app.session import Model, load_expert_parallel, load_tokenizer
+from ep_moe.app.session import Model, load_expert_parallel, load_tokenizer, progress_bar
 from ep_moe.app.start import model_dir
 from ep_moe.config import EngineConfig
 from ep_moe.engines.transformers.decoding import RowDecoder, end_ids_of, uses_graphs, why_not_fixed
@@ -47,7 +47,7 @@ def serve_rank_main(
 
 def _serve(group: EPGroup, engine: EngineConfig, config: ServeConfig, front: Connection | None) -> None:
     tokenizer = load_tokenizer(engine)
-    with group.guard("load"):
+    with progress_bar(group), group.guard("load"):
         model, session = load_expert_parallel(group, engine)
     reason = why_not_fixed(model)
     if reason:

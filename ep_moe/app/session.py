@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import logging
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from ep_moe import logs
 from ep_moe.app.start import model_dir, open_model
 from ep_moe.config import EngineConfig
 from ep_moe.engines.transformers import Session, from_pretrained, loading
@@ -20,6 +22,7 @@ from ep_moe.report.tables import open_console
 from ep_moe.weights import families
 from ep_moe.weights.json_files import read_object
 
+_log = logging.getLogger(__name__)
 Model = Any  # a transformers model; its mixins are more than a type checker can follow
 
 
@@ -106,16 +109,37 @@ def gather_report(
     }
 
 
-def progress_bar(group: EPGroup) -> Progress:
-    """A progress display on standard error, on rank 0 only."""
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=open_console(stderr=True),
-        disable=group.rank != 0,
-    )
+@contextlib.contextmanager
+def progress_bar(group: EPGroup) -> Iterator[Progress]:
+    """A progress display on standard error, on rank 0 only, with the steps that the package logs meanwhile.
+
+    Without a terminal there are no bars: a log line tells what was read and compiled, when it is done.
+    """
+    console = open_console(stderr=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    progress = Progress(*columns, console=console, disable=group.rank != 0)
+    tasks: dict[str, TaskID] = {}
+    num_bytes: dict[str, int] = collections.defaultdict(int)
+
+    def show(work: str, done: int, total: int, more: int) -> None:
+        num_bytes[work] += more
+        size = f", {num_bytes[work] / 1e6:.1f} MB" if num_bytes[work] else ""
+        if console.is_terminal:
+            if work not in tasks or done == 1:
+                tasks[work] = progress.add_task(work, total=total)
+            progress.update(tasks[work], completed=done, description=f"{work}{size}")
+        elif done == total:
+            _log.info("%s: %d%s, %.1f s since the start", work, total, size, time.perf_counter() - began)
+
+    began, handler = time.perf_counter(), logs.StepsHandler(show)
+    with progress:
+        if group.rank == 0:
+            logs.STEPS.addHandler(handler)
+            logs.STEPS.setLevel(logging.DEBUG)
+        try:
+            yield progress
+        finally:
+            logs.STEPS.removeHandler(handler)
 
 
 def start_task(progress: Progress, label: str, total: int) -> TaskID:

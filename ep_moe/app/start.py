@@ -4,15 +4,18 @@ This module imports torch in its functions only, since wrong arguments and `--he
 the server that forks the ranks imports it, once.
 """
 
+import pkgutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ep_moe import logs
 from ep_moe.app.interrupts import raise_on_interrupt
 from ep_moe.config import EngineConfig
 from ep_moe.environment import LaunchEnv
 
 if TYPE_CHECKING:
+    from ep_moe.group import EPGroup
     from ep_moe.launch import Target
     from ep_moe.launch.ray_cluster import NodeRanks
     from ep_moe.weights import Checkpoint
@@ -83,7 +86,7 @@ def on_ranks(target: "Target", engine: EngineConfig, *args: Any) -> dict[str, An
         from ep_moe.launch.on_ray import launch_on_ray
 
         raise_on_interrupt()
-        return launch_on_ray(target, engine, *args, nodes=nodes_of(engine), config=engine.group)[0]
+        return launch_on_ray(logging_rank, target, engine, *args, nodes=nodes_of(engine), config=engine.group)[0]
     from ep_moe.launch import launch, run_rank
 
     device, num_ranks = pick_device(engine), num_local_ranks(engine)
@@ -92,11 +95,12 @@ def on_ranks(target: "Target", engine: EngineConfig, *args: Any) -> dict[str, An
     raise_on_interrupt()
     if env is not None:
         try:
-            return run_rank(target, engine, *args, config=engine.group, device=device)
+            return run_rank(logging_rank, target, engine, *args, config=engine.group, device=device)
         except (OSError, RuntimeError, ValueError):
             raise SystemExit(1) from None  # it has written this rank's line
     preload = PRELOAD if device == "cpu" else ()  # an import may initialize CUDA, which does not survive a fork
-    return launch(target, engine, *args, num_ranks=num_ranks, config=engine.group, device=device, preload=preload)[0]
+    options: dict[str, Any] = {"num_ranks": num_ranks, "config": engine.group, "device": device, "preload": preload}
+    return launch(logging_rank, target, engine, *args, **options)[0]
 
 
 def _warn_of_unused_gpus(used: int, num_ranks: int) -> None:
@@ -119,6 +123,19 @@ def nodes_of(engine: EngineConfig) -> "NodeRanks":
     gpus = None if engine.device == "auto" else engine.device == "cuda"
     ranks = num_local_ranks(engine)
     return NodeRanks(address=engine.ray, num_nodes=engine.nodes, ranks_per_node=ranks, gpus=gpus)
+
+
+def start_logs(level: str) -> None:
+    """Write log lines of this process, which starts ranks or is one of a launcher. Local."""
+    env = LaunchEnv.from_environ()
+    logs.configure(level, "main" if env is None else f"rank {env.rank}")
+
+
+def logging_rank(group: "EPGroup", target: "Target", engine: EngineConfig, *args: Any) -> Any:
+    """A rank's part of a job, with its log lines. Collective."""
+    logs.configure(engine.log_level, f"rank {group.rank}")
+    function = pkgutil.resolve_name(target) if isinstance(target, str) else target
+    return function(group, engine, *args)
 
 
 def is_first_rank() -> bool:

@@ -145,9 +145,7 @@ class FormatsBenchConfig(ExpertsBenchConfig):
 
     rows: Annotated[tuple[int, ...], Field(help="Rows of each expert (repeatable)", at_least=1)] = (16, 1024)
     counts: Annotated[tuple[str, ...], Field(help="As of `bench experts` (repeatable)", choices=COUNTS)] = ("even",)
-    schemes: Annotated[tuple[str, ...], Field(help=f"Schemes (repeatable); by default {', '.join(SCHEME_NAMES)}")] = (
-        SCHEME_NAMES
-    )
+    schemes: Annotated[tuple[str, ...], Field(help="Number formats (repeatable), by default all")] = SCHEME_NAMES
 
     def __post_init__(self) -> None:
         ExpertsBenchConfig.__post_init__(self)
@@ -195,6 +193,7 @@ class ServeBenchConfig:
     ] = True
     timeout_secs: Annotated[float, Field(help="Seconds after which a request has failed", positive=True)] = 300.0
     seed: Annotated[int, Field(help="Seed of prompts and arrivals", at_least=0)] = 0
+    plot: Annotated[Path | None, Field(help="A PNG to draw throughput and times to")] = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -346,9 +345,7 @@ class TransportBenchConfig(ExchangeSizes):
     num_experts: Annotated[int, Field(help="Overrides the preset's number of experts", at_least=0)] = 0
     tokens: Annotated[tuple[int, ...], Field(help="Tokens per rank (repeatable)")] = (1, 16, 128, 512, 4096)
     layout: Annotated[tuple[Layout, ...], Field(help="Layout of the expert batch (repeatable)")] = (Layout.COMPACT,)
-    payload: Annotated[tuple[str, ...], Field(help=f"Payload format (repeatable): {', '.join(SCHEME_NAMES)}")] = (
-        "fp8_block",
-    )
+    payload: Annotated[tuple[str, ...], Field(help="Number format of tokens on the way (repeatable)")] = ("fp8_block",)
     suite: Annotated[str, Field(help=f"Named sizes, in place of all options above: {', '.join(SUITES)}")] = ""
     transport: Annotated[tuple[str, ...], Field(help="Transports (repeatable)", choices=("auto", *TRANSPORT_NAMES))] = (
         "auto",

@@ -14,12 +14,10 @@ from typing import Any
 
 import numpy
 import openai
-from rich.table import Table
 
 from ep_moe.bench.configs import ServeBenchConfig
 from ep_moe.environment import client_key
 from ep_moe.report.records import now
-from ep_moe.report.tables import open_console
 
 PERCENTILES = (50, 90, 99)
 _TIMES = {
@@ -159,26 +157,6 @@ async def _ask(client: openai.AsyncOpenAI, config: ServeBenchConfig, model: str,
 async def _parts(stream: Any) -> AsyncIterator[tuple[str, Any]]:
     async for chunk in stream:
         yield "".join(choice.text for choice in chunk.choices), chunk.usage
-
-
-def show_serve(report: dict[str, Any]) -> None:
-    """Print a row for each level."""
-    console, table = open_console(), Table(title=f"{report['model']} at {report['url']}")
-    columns = [f"{name.removesuffix('_ms')} ms p50 / p99" for name in _TIMES]
-    for name in ("clients", "requests/s", "answered", "tokens/s", *columns):
-        table.add_column(name, justify="right")
-    for row in report["rows"]:
-        table.add_row(
-            str(row["concurrency"]),
-            f"{row['rate']:g}" if row["rate"] else "as allowed",
-            f"{row['requests'] - row['failed']} of {row['requests']}",
-            f"{row['tokens_per_sec']:.1f}",
-            *(f"{row[name]['p50']:.1f} / {row[name]['p99']:.1f}" if name in row else "" for name in _TIMES),
-        )
-    console.print(table)
-    for row in report["rows"]:
-        for error in row["errors"]:
-            console.print(f"{row['concurrency']} clients: {error}")
 
 
 def plot_serve(report: dict[str, Any], path: Path) -> None:

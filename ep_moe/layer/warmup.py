@@ -11,6 +11,7 @@ import torch
 
 from ep_moe.layer.base import Layer
 from ep_moe.local_moe import local_moe
+from ep_moe.logs import log_step
 from ep_moe.routing import Routing, route, to_physical
 from ep_moe.transport.base import RoundKind
 
@@ -34,8 +35,11 @@ def warm_up(
     sizes = row_counts(transport.config.max_tokens_per_rank)
     with torch.no_grad():
         compute_alone(layer, num_topk, sizes)
+        log_step("parts of kernels compiled", 1, 3)  # of the experts, of the exchange, of whole rounds
         transport.warmup(round_kinds(layer, num_topk, padded=padded, micro_batches=overlapped is not None))
+        log_step("parts of kernels compiled", 2, 3)
         run_rounds(layer, num_topk, sizes, padded=padded, overlapped=overlapped)
+        log_step("parts of kernels compiled", 3, 3)
     transport.check()
 
 

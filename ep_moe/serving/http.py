@@ -30,6 +30,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ep_moe.fields import shown
+from ep_moe.serving.access import AccessLog
 from ep_moe.serving.connections import LimitedConnection
 from ep_moe.serving.core import DrainingError, ServerEndedError
 from ep_moe.serving.job import KINDS, Job, Kind, Service, UnauthorizedError, UnknownModelError, event
@@ -338,7 +339,7 @@ def run_beside(service: Service, listener: socket.socket, on_end: Callable[[], N
         most=_most_connections(service),
     )
     config = uvicorn.Config(
-        create_app(service),
+        AccessLog(create_app(service)),
         http=connection,
         ws="none",
         loop="asyncio",

@@ -11,6 +11,7 @@ import torch
 
 from ep_moe.config import DTYPES
 from ep_moe.fields import shown
+from ep_moe.logs import log_step
 from ep_moe.placement import Placement
 from ep_moe.quant import SCHEMES, QuantScheme, StoredMatrix, get_scheme
 from ep_moe.tensors import check_tensor
@@ -219,4 +220,5 @@ class ExpertWeights(_Referable):
                 of_layer = dtype or (checkpoint.dtype if stored.weight.quantized else stored_dtypes[layer])
                 fields = read_layer(checkpoint, reader, layer, experts, of_layer, chosen or stored, device)
                 found[layer] = cls(per_expert=PerExpert(**fields.pop("constants", {})), **fields)
+                log_step("layers of experts read", len(found), len(numbers), found[layer].num_bytes)
         return found

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import math
 import os
 import re
@@ -20,9 +21,10 @@ from helpers.broken_main import broken_main
 from helpers.processes import EP_MOE, ROOT, environ, processes_with, ranks_of
 from typer.testing import CliRunner, Result
 
-from ep_moe import cli, names
+from ep_moe import cli, logs, names
 from ep_moe.app import run as job
 from ep_moe.app import run_rank
+from ep_moe.app.chat import ChatConfig
 from ep_moe.app.eval import EvalConfig
 from ep_moe.app.generate import GenerateConfig
 from ep_moe.app.serve import ServeConfig
@@ -214,8 +216,11 @@ CONFIGS = {
     "generate": (GenerateConfig, EngineConfig),
     "eval": (EvalConfig, EngineConfig),
     "serve": (ServeConfig, EngineConfig),
+    "chat": (ChatConfig, EngineConfig),
     "quantize": (),
     "plan": (),
+    "formats": (),
+    "doctor": (),
     "bench layer": (LayerBenchConfig, RowsFile, EngineConfig),
     "bench transport": (TransportBenchConfig, RowsFile, EngineConfig),
     "bench model": (ModelBenchConfig, RowsFile, EngineConfig),
@@ -224,8 +229,12 @@ CONFIGS = {
     "bench calls": (CallsBenchConfig, RowsFile, EngineConfig),
     "bench report": (),
     "bench serve": (),
+    "bench expected": (),
     "tune": (TuneConfig, EngineConfig),
 }
+
+
+COMMON = {"config_file", "log_level"}  # of every command
 
 
 def test_options_are_the_fields_of_configs() -> None:
@@ -234,15 +243,11 @@ def test_options_are_the_fields_of_configs() -> None:
     for words, command in found.items():
         options = {option.name: option for option in command.params}
         assert all(option.help and option.help.endswith(".") for option in options.values()), words
-        own = {"as_json": False} | {
-            "run": {"config": None},
-            "bench report": options,
-            "bench serve": options,
-            "quantize": options,
-            "plan": options,
-        }.get(words, {})
-        named = [name for config in CONFIGS[words] for name in described(config)]
-        assert set(options) - set(own) == set(options) & set(named) - set(own), words
+        assert set(options) >= COMMON, words
+        if not CONFIGS[words]:
+            continue
+        named = {name for config in CONFIGS[words] for name in described(config)}
+        assert set(options) - {"as_json", *COMMON} == set(options) & named - COMMON, words
         for config in CONFIGS[words][:-1]:  # all fields; a command leaves out the engine's that it does not need
             assert set(described(config)) <= set(options), words
             for field in dataclasses.fields(config):
@@ -250,6 +255,131 @@ def test_options_are_the_fields_of_configs() -> None:
                 shown = tuple(default) if isinstance(default, list) else default
                 assert shown == (None if field.default is dataclasses.MISSING else field.default), (words, field.name)
                 assert options[field.name].help == described(config)[field.name][1].text
+
+
+def test_help_is_short_at_80_columns_and_wide_at_160() -> None:
+    for words in ("", *commands(typer.main.get_command(app), "")):
+        for columns in (80, 160):
+            shown = CliRunner().invoke(app, [*words.split(), "-h"], env={"COLUMNS": str(columns)})
+            lines = shown.stdout.splitlines()
+            assert (shown.exit_code, len(lines) <= 60) == (0, True), (words, len(lines))
+            assert max(map(len, lines)) in range(80, min(columns, 120) + 1), words
+
+
+def test_the_version_is_an_option() -> None:
+    for name in ("--version", "-V"):
+        assert re.fullmatch(r"ep-moe [\d.]+\n", CliRunner().invoke(app, [name]).stdout)
+
+
+def test_a_shell_completes_commands_options_and_values(tmp_path: Path) -> None:
+    for typed, expected in {
+        "ep-moe ser": ["serve"],
+        "ep-moe serve --max-w": ["--max-waiting"],
+        "ep-moe bench layer --quant int4_w4a1": ["int4_w4a16"],
+    }.items():
+        words = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
+        done = call(*EP_MOE, cwd=tmp_path, _EP_MOE_COMPLETE="complete_bash", **words)
+        assert done.stdout.split() == expected, done.stderr
+
+
+SETTINGS = """
+nproc = 3
+log_level = "debug"
+[serve]
+max-rows = 4
+port = 8123
+layout = "flat"
+[generate]
+prompts = ["a", "b"]
+"""
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The configs that commands get."""
+    found: list[Any] = []
+
+    def take(*configs: Any) -> dict[str, Any]:
+        found.extend(configs)
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(cli, "serve", take)
+    monkeypatch.setattr(cli, "generate", take)
+    return found
+
+
+def test_options_come_from_arguments_then_variables_then_the_file(tmp_path: Path, seen: list[Any]) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_text(SETTINGS)
+    variables = {"EP_MOE_CONFIG": str(path), "EP_MOE_SERVE_PORT": "8124", "EP_MOE_SERVE_MAX_ROWS": "5"}
+    CliRunner().invoke(app, ["serve", "--max-rows", "6"], env=variables)
+    engine, config = seen
+    assert (config.max_rows, config.port, config.max_waiting) == (6, 8124, 256)
+    assert (engine.nproc, engine.layout.value, engine.log_level) == (3, "flat", "debug")
+    seen.clear()
+    CliRunner().invoke(app, ["generate", "--config", str(path), "--nproc", "2"])
+    engine, config = seen
+    assert (engine.nproc, engine.layout.value, config.prompts) == (2, "compact", ("a", "b"))
+
+
+WRONG_SETTINGS = {
+    "top": ("nprocs = 1", "nprocs is no option of any command"),
+    "table": ("[srve]\na = 1", "[srve] is no command; known: run, generate"),
+    "key": ("[serve]\nprt = 1", "[serve]: prt is no option of ep-moe serve; known: host, port"),
+    "other command": ("[bench.layer]\nx = 1", "[bench.layer]: x is no option of ep-moe bench layer; known: preset"),
+    "group": ("[bench]\nx = 1", "bench.x is no table of a command"),
+    "fraction": ("[serve]\nport = 1.5", "[serve]: port (1.5): "),
+    "flag": ("[serve]\ndecode-graphs = 3", "[serve]: decode-graphs (3) is not true or false"),
+    "number": ("[serve]\nport = true", "[serve]: port (True) is not a text or a number"),
+    "choice": ('[serve]\nlayout = "odd"', "[serve]: layout ('odd'): "),
+    "limit": ("[serve]\nport = 65536", "port (65536) must be at most 65535"),
+    "no TOML": ("[[", "Invalid"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_SETTINGS)
+def test_a_wrong_setting_is_named(name: str, tmp_path: Path, seen: list[Any]) -> None:
+    content, message = WRONG_SETTINGS[name]
+    path = tmp_path / "settings.toml"
+    path.write_text(content)
+    done = CliRunner().invoke(app, ["serve", "--config", str(path)])
+    assert (done.exit_code, seen) == (2, [])
+    assert message in done.stderr
+    assert name == "limit" or str(path) in done.stderr
+
+
+def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["ep-moe", "serve"])
+    monkeypatch.setenv("EP_MOE_SERVE_PORT", "x")
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "(variable EP_MOE_SERVE_PORT)" in capsys.readouterr().err
+
+
+def test_a_row_repeats_options_that_no_argument_has_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[str] = []
+    monkeypatch.setattr(cli, "_measure", lambda *_: given.extend(cli._ELSEWHERE.get()) or {})
+    path = tmp_path / "settings.toml"
+    path.write_text('[bench.experts]\nrows = [4, 8]\nlayout = "flat"')
+    CliRunner().invoke(app, ["bench", "experts", "--config", str(path)], env={"EP_MOE_BENCH_EXPERTS_SEED": "7"})
+    assert sorted(zip(given[::2], given[1::2], strict=True)) == [
+        ("--layout", "flat"),
+        ("--rows", "4"),
+        ("--rows", "8"),
+        ("--seed", "7"),
+    ]
+
+
+def test_log_lines_have_time_process_and_level(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("ep_moe.of_a_test")
+    logs.configure("warning", "rank 3")
+    logger.warning("a")
+    logger.info("b")
+    logs.configure("info", "main")
+    logger.info("c")
+    stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}"
+    lines = rf"{stamp} rank 3 WARNING ep_moe.of_a_test: a\n{stamp} main INFO ep_moe.of_a_test: c\n"
+    assert re.fullmatch(lines, capsys.readouterr().err)
 
 
 QUICK = (
@@ -401,6 +531,8 @@ def test_under_torchrun_one_rank_prints(tmp_path: Path, small: str) -> None:
     report = json.loads(done.stdout)
     assert report["ok"]
     assert report["world_size"] == 2
+    for line in ("transport: transport 'auto' is 'collective'", r"app.session: layers of experts read: 4, [\d.]+ MB, "):
+        assert re.search(rf" rank 0 INFO ep_moe\.{line}", done.stderr), done.stderr
 
 
 def disturb(

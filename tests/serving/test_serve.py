@@ -83,7 +83,7 @@ def started(folder: Path, *options: str) -> Iterator[Server]:
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     try:
-        assert ready.wait(120), errors
+        assert ready.wait(200), errors
         place = re.search(r"http://\S+/v1", errors[-1])
         assert place is not None, errors
         client = openai.OpenAI(base_url=place[0], api_key="none", max_retries=0, timeout=60)

@@ -1,0 +1,157 @@
+"""`ep-moe chat`: a conversation in the terminal, with a running server or with a model that it serves meanwhile."""
+
+import contextlib
+import dataclasses
+import http.client
+import json
+import re
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from ep_moe.app.report import CONTROLS
+from ep_moe.config import EngineConfig
+from ep_moe.fields import Field, check_fields, described
+
+END_SECS = 20.0  # in which the server of a chat ends
+HELP = "Ctrl-C ends an answer, Ctrl-D the chat; /clear forgets what was said"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ChatConfig:
+    """A chat of `ep-moe chat`."""
+
+    url: Annotated[str, Field(help="A running server, such as http://127.0.0.1:8000; by default --model is served")] = (
+        ""
+    )
+    system: Annotated[str, Field(help="First message, of the role system")] = ""
+    max_tokens: Annotated[int, Field(help="Most tokens of an answer", at_least=1)] = 200
+    temperature: Annotated[float, Field(help="Sampling temperature; 0 takes the likeliest token", at_least=0)] = 0.7
+    silence_secs: Annotated[float, Field(help="Longest silence of the server within an answer", positive=True)] = 120.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.url and not re.match(r"https?://", self.url):
+            raise ValueError(f"url ({self.url!r}) does not begin with http:// or https://")
+
+
+def chat(engine: EngineConfig, config: ChatConfig) -> dict[str, Any]:
+    """Read messages from standard input and write the answers, until it ends.
+
+    Errors: ValueError for an engine's option beside a url; RuntimeError for a server that refuses or is not there.
+    """
+    changed = _options(engine)
+    if config.url and changed:
+        raise ValueError(f"url ({config.url!r}) is a running server, which has its own {changed[0]}")
+    with contextlib.nullcontext(config.url) if config.url else _server(changed) as url:
+        base = url.rstrip("/").removesuffix("/v1") + "/v1"
+        _talk(base, config)
+    return {}
+
+
+def _options(engine: EngineConfig) -> list[str]:
+    """The options of `ep-moe serve` that make this config."""
+    found, usual = [], EngineConfig(log_level=engine.log_level)
+    for name, (_, field) in described(EngineConfig).items():
+        value = getattr(engine, name)
+        if value != getattr(usual, name):
+            found += [field.option or f"--{name.replace('_', '-')}", str(getattr(value, "value", value))]
+    return found
+
+
+@contextlib.contextmanager
+def _server(options: list[str]) -> Iterator[str]:
+    """Serve a model while the block runs; yields the address. Errors: RuntimeError with the server's last line."""
+    command = [sys.executable, "-m", "ep_moe", "serve", "--port", "0", "--log-level", "warning", *options]
+    # in a group of its own: Ctrl-C ends an answer, not the server
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            assert process.stderr is not None
+            line = ""
+            for line in process.stderr:
+                found = re.match(r"serving .* at (http://\S+?):? ", line)
+                if found:
+                    yield found[1].rstrip(":")
+                    return
+                sys.stderr.write(line)
+            raise RuntimeError(f"the model is not served: {line.strip().removeprefix('error: ')}")
+        finally:
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_SECS)
+            process.kill()
+
+
+def _talk(base: str, config: ChatConfig) -> None:
+    name, asks = _name_of(base, config), sys.stdin.isatty()
+    sys.stderr.write(f"{name} at {base}. {HELP}\n")
+    begin = [{"role": "system", "content": config.system}] if config.system else []
+    messages = list(begin)
+    while True:
+        if asks:
+            sys.stderr.write("> ")
+            sys.stderr.flush()
+        line = sys.stdin.readline()
+        if not line:
+            return
+        text = line.rstrip("\n")
+        if text == "/clear":
+            messages = list(begin)
+            continue
+        if not text.strip():
+            continue
+        messages.append({"role": "user", "content": text})
+        answer = ""
+        try:
+            for piece in _pieces(base, name, messages, config):
+                answer += piece
+                sys.stdout.write(CONTROLS.sub(" ", piece) if sys.stdout.isatty() else piece)
+                sys.stdout.flush()
+        except KeyboardInterrupt:
+            if not asks:
+                raise
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _name_of(base: str, config: ChatConfig) -> str:
+    with _request(f"{base}/models", None, config) as answer:
+        return str(json.load(answer)["data"][0]["id"])
+
+
+def _pieces(base: str, name: str, messages: list[dict[str, str]], config: ChatConfig) -> Iterator[str]:
+    """The text of an answer as it comes."""
+    body = {"model": name, "messages": messages, "max_tokens": config.max_tokens, "temperature": config.temperature}
+    with _request(f"{base}/chat/completions", body | {"stream": True}, config) as answer:
+        for line in answer:
+            data = line.decode().strip().removeprefix("data: ")
+            if not data or data == "[DONE]":
+                continue
+            event = json.loads(data)
+            if "error" in event:
+                raise RuntimeError(str(event["error"]["message"]))
+            for choice in event["choices"]:
+                yield choice["delta"].get("content") or ""
+
+
+@contextlib.contextmanager
+def _request(url: str, body: dict[str, Any] | None, config: ChatConfig) -> Iterator[http.client.HTTPResponse]:
+    """The answer to a request. Errors: RuntimeError in the server's words."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=config.silence_secs) as answer:
+            yield answer
+    except urllib.error.HTTPError as error:
+        try:
+            message = json.load(error)["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            message = f"{url}: {error}"
+        raise RuntimeError(message) from None
+    except (OSError, http.client.HTTPException) as error:
+        raise RuntimeError(f"{url}: {getattr(error, 'reason', error)}") from None

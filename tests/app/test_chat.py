@@ -1,0 +1,94 @@
+"""`ep-moe chat` with a server of its own kind, and `ep-moe formats`."""
+
+import http.server
+import json
+import subprocess
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from helpers.processes import EP_MOE, environ
+from typer.testing import CliRunner
+
+from ep_moe.cli import app
+from ep_moe.names import SCHEME_NAMES
+
+
+class Server(http.server.BaseHTTPRequestHandler):
+    """Answers a chat with its messages, in pieces; refuses the message "no"."""
+
+    def log_message(self, *args: Any) -> None: ...
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self) -> None:  # noqa: N802 - the name is the library's
+        self._answer(200, b'{"data": [{"id": "fake"}]}')
+
+    def do_POST(self) -> None:  # noqa: N802
+        request = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        said = [message["content"] for message in request["messages"]]
+        if said[-1] == "no":
+            self._answer(400, b'{"error": {"message": "not this"}}')
+            return
+        pieces = [{"choices": [{"delta": {"content": piece}}]} for piece in ("<", "|".join(said), ">")]
+        lines = [f"data: {json.dumps(piece)}\n\n" for piece in pieces]
+        self._answer(200, "".join([*lines, "data: [DONE]\n\n"]).encode())
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    """The address of a fake server."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+def test_a_chat_remembers_what_was_said_until_it_is_cleared(url: str) -> None:
+    done = CliRunner().invoke(app, ["chat", "--url", url, "--system", "S"], input="a\n\nb\n/clear\nc\n")
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout == "<S|a>\n<S|a|<S|a>|b>\n<S|c>\n"
+    assert done.stderr.startswith(f"fake at {url}/v1.")
+
+
+def test_what_a_server_refuses_is_one_line(url: str) -> None:
+    done = CliRunner().invoke(app, ["chat", "--url", f"{url}/v1/"], input="no\n")
+    assert (done.exit_code, done.stderr.splitlines()[-1]) == (1, "error: not this")
+    done = CliRunner().invoke(app, ["chat", "--url", "http://127.0.0.1:1"], input="a\n")
+    assert (done.exit_code, "refused" in done.stderr.splitlines()[-1]) == (1, True)
+    done = CliRunner().invoke(app, ["chat", "--url", "127.0.0.1:1"])
+    assert (done.exit_code, "does not begin with http://" in done.stderr) == (2, True)
+    done = CliRunner().invoke(app, ["chat", "--url", url, "--nproc", "2"])
+    assert (done.exit_code, "is a running server, which has its own --nproc" in done.stderr) == (2, True)
+
+
+def test_a_model_is_served_for_a_chat_and_its_log_names_requests() -> None:
+    command = [*EP_MOE, "chat", "--nproc", "1", "--device", "cpu", "--max-tokens", "8", "--temperature", "0"]
+    done = subprocess.run(
+        [*command], input="Blessed are\n", capture_output=True, text=True, env=environ(), timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert 0 < len(done.stdout.encode()) <= 9
+    wrong = subprocess.run(
+        [*EP_MOE, "chat", "--nproc", "1", "--device", "cuda"],
+        capture_output=True,
+        text=True,
+        env=environ(),
+        check=False,
+    )
+    assert wrong.returncode == 1
+    assert wrong.stderr.splitlines()[-1].startswith("error: the model is not served: device cuda needs a GPU")
+
+
+def test_formats_lists_every_name() -> None:
+    report = json.loads(CliRunner().invoke(app, ["formats", "--json"]).stdout)
+    assert [row["name"] for row in report["formats"]] == list(SCHEME_NAMES)
+    known = {row["name"]: (row["experts"], row["tokens"], round(row["weight_bits"], 2)) for row in report["formats"]}
+    assert known["nvfp4"] == ("e2m1 per group of 1x16", "e2m1 per group of 1x16", 4.5)
+    assert known["int4_w4a8"] == ("int4 per channel", "e4m3 per token", 4.0)
+    shown = CliRunner().invoke(app, ["formats"]).stdout
+    assert all(f" {name} " in shown for name in SCHEME_NAMES)
