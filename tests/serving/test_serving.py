@@ -41,6 +41,7 @@ from ep_moe.engines.transformers.decoding.passes import Logprob, RowsMade, RowsP
 from ep_moe.engines.transformers.decoding.sequences import BROKEN
 from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.launch import launch
+from ep_moe.serving.access import AccessLog
 from ep_moe.serving.connections import LimitedConnection
 from ep_moe.serving.core import Leader, LeadRank, RemoteRanks, ServerEndedError, relay
 from ep_moe.serving.http import create_app, run_beside
@@ -431,7 +432,11 @@ def test_a_front_end_that_has_ended_does_not_end_the_ranks() -> None:
 
 @contextlib.contextmanager
 def served(
-    tokenizer: Any, rows: type[FakeRows] = FakeRows, more: Mapping[str, Any] = {}, **limits: int
+    tokenizer: Any,
+    rows: type[FakeRows] = FakeRows,
+    more: Mapping[str, Any] = {},
+    wrap: Callable[[Any], Any] = lambda app: app,
+    **limits: int,
 ) -> Iterator[tuple[TestClient, Leader]]:
     """A client of the application, with fake rows of one rank behind it."""
     few = dataclasses.replace(LIMITS, num_ranks=1, **limits)
@@ -441,7 +446,7 @@ def served(
     thread = threading.Thread(target=leader.run)
     thread.start()
     try:
-        with TestClient(application, raise_server_exceptions=False) as client:
+        with TestClient(wrap(application), raise_server_exceptions=False) as client:
             yield client, leader
     finally:
         leader.close()
@@ -991,6 +996,17 @@ def test_many_connections_lock_nobody_out(oldest: str, tokenizer: Any, monkeypat
         assert [status_of(connection) for connection in old] == [b""] * 19
         assert [status_of(connection, HEALTH) for connection in reversed(new)] == [b"200"] * 19
         assert count_of(connect, "503") == 20  # with that of the metrics
+
+
+def test_each_request_is_a_log_line(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with served(tokenizer, wrap=AccessLog) as (client, _), caplog.at_level("INFO", "ep_moe.serving.access"):
+        client.post("/v1/completions", json={"prompt": "a", "max_tokens": 3})
+        client.post("/v1/completions", json={"prompt": "a", "max_tokens": 3, "stream": True})
+        client.get("/health")
+        client.get("/no%0Asuch")
+    lines = [re.sub(r"[\d.]+ s", "0 s", record.getMessage()) for record in caplog.records]
+    posted = "POST '/v1/completions' 200 in 0 s, testclient:50000"
+    assert lines == [posted, posted, r"GET '/no\nsuch' 404 in 0 s, testclient:50000"]
 
 
 def test_a_full_queue_is_told(tokenizer: Any) -> None:
