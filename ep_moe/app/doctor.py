@@ -242,16 +242,16 @@ def _tiles(line: Callable[..., Finding], gpu: str) -> Iterator[Finding]:
 
 def _others() -> Iterator[Finding]:
     """Libraries and engines that ep_moe works with, none of which it needs."""
-    from ep_moe.engines.sglang.hooks import TESTED as SGLANG
-    from ep_moe.engines.vllm.hooks import TESTED as VLLM
+    from ep_moe.engines.sglang.hooks import NEEDS as SGLANG
+    from ep_moe.engines.vllm.hooks import NEEDS as VLLM
 
     cuda = "cu13" if _version_of("nvidia-cuda-runtime") else "cu12"
     known: dict[str, tuple[str, tuple[str, ...], str]] = {
         "NVSHMEM": ("nvshmem", (), f"for --transport nvshmem: pip install 'ep-moe[nvshmem-{cuda}]'"),
         "DeepEP": ("deep_ep", (), "for --transport deepep: see docs/exchange.md"),
         "Ray": ("ray", (), "for --ray: pip install 'ep-moe[ray]'"),
-        "vLLM": ("vllm", VLLM, "for the plug-in: see docs/engines/vllm.md"),
-        "SGLang": ("sglang", SGLANG, "for the plug-in: see docs/engines/sglang.md"),
+        "vLLM": ("vllm", VLLM.tested, "for the plug-in: see docs/engines/vllm.md"),
+        "SGLang": ("sglang", SGLANG.tested, "for the plug-in: see docs/engines/sglang.md"),
     }
     packages = {"nvshmem": f"nvshmem4py-{cuda}"}
     for name, (module, tested, mend) in known.items():

@@ -1,11 +1,11 @@
-"""A log line for each request, once its answer is sent: method, path, status, seconds, client."""
+"""A log line for each request, once its answer is sent: method, path, status, seconds, client and id."""
 
 import logging
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-POLLED = ("/health", "/metrics")  # logged at level DEBUG
+POLLED = ("/health", "/metrics", "/load")  # logged at level DEBUG
 _log = logging.getLogger(__name__)
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
@@ -36,4 +36,5 @@ class AccessLog:
         finally:
             client = ":".join(map(str, scope.get("client") or ("?",)))
             secs = time.perf_counter() - start
-            _log.log(level, "%s %r %d in %.3f s, %s", scope["method"], scope["path"], status, secs, client)
+            name = scope.get("state", {}).get("id", "-")
+            _log.log(level, "%s %r %d in %.3f s, %s, %s", scope["method"], scope["path"], status, secs, client, name)
