@@ -14,7 +14,7 @@ from ep_moe.fields import Field, described
 from ep_moe.names import SCHEME_NAMES
 
 Config = TypeVar("Config")
-VALUES: Mapping[str, Collection[str]] = {"scheme": ("auto", *SCHEME_NAMES)}  # which a shell completes
+_OF_SCHEMES = ("scheme", "schemes", "payload")  # fields that `ep-moe formats` lists the values of
 _NO_FIELDS: Mapping[str, Field] = types.MappingProxyType({})
 
 
@@ -49,7 +49,8 @@ def options_of(
         info: Any = typer.Argument(help=described_as.text)
         if default is not dataclasses.MISSING:
             flag = [f"--{name.replace('_', '-')}"] if default is False else []
-            values = VALUES.get(name, described_as.choices)
+            values = SCHEME_NAMES if name in _OF_SCHEMES else described_as.choices  # which a shell completes
+            values = ("auto", *values) if name in _OF_SCHEMES and default == "auto" else values
             info = typer.Option(
                 *([described_as.option] if described_as.option else flag),
                 help=described_as.text,

@@ -1,11 +1,9 @@
 """Wrong arguments of `ep-moe bench`, and rows that cannot be written."""
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from ep_moe import cli
@@ -81,13 +79,12 @@ def test_a_wrong_argument_is_told_with_exit_code_2(name: str, monkeypatch: pytes
     assert done.stdout == ""
 
 
-def test_the_help_offers_no_scheme_that_is_refused() -> None:
-    group: Any = typer.main.get_command(app)
-    for name in ("layer", "experts"):
-        [option] = [option for option in group.commands["bench"].commands[name].params if option.name == "scheme"]
-        assert set(re.findall(r"[a-z0-9_]+", option.help.partition(":")[2])) == set(QUANT_SCHEMES)
-    [option] = [option for option in group.commands["bench"].commands["transport"].params if option.name == "payload"]
-    assert set(re.findall(r"[a-z0-9_]+", option.help.partition(":")[2])) == set(QUANT_SCHEMES)
+@pytest.mark.parametrize("option", ["layer --quant", "experts --quant", "transport --payload", "formats --schemes"])
+def test_no_scheme_is_completed_that_is_refused(option: str) -> None:
+    words = f"ep-moe bench {option} "
+    variables = {"COMP_WORDS": words, "COMP_CWORD": "4", "_EP_MOE_COMPLETE": "complete_bash"}
+    done = CliRunner().invoke(app, [], prog_name="ep-moe", env=variables)
+    assert set(done.stdout.split()) == set(QUANT_SCHEMES)
 
 
 def append_a_layer(folder: Path, *options: str) -> Any:
