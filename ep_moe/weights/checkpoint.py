@@ -45,13 +45,14 @@ class Checkpoint:
         """
         raw, name = families.read_config(directory)
         method, extra = method_of(raw, name), families.extra_layers(raw, name)
+        config, family = families.moe_config(raw, name), families.find_family(raw, name)
         tensors = {
             key: stored for key, stored in list_tensors(directory).items() if not extra or _layer_of(key) not in extra
         }
         return cls(
             directory=Path(directory),
-            config=families.moe_config(raw, name),
-            family=families.find_family(raw, name),
+            config=config,
+            family=family,
             tensors=collect(tensors, method),
             dtype=families.dtype_of(raw, name),
             method=method,

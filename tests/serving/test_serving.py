@@ -1000,13 +1000,14 @@ def test_many_connections_lock_nobody_out(oldest: str, tokenizer: Any, monkeypat
 
 def test_each_request_is_a_log_line(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
     with served(tokenizer, wrap=AccessLog) as (client, _), caplog.at_level("INFO", "ep_moe.serving.access"):
+        client.headers["x-request-id"] = "mine"
         client.post("/v1/completions", json={"prompt": "a", "max_tokens": 3})
         client.post("/v1/completions", json={"prompt": "a", "max_tokens": 3, "stream": True})
         client.get("/health")
         client.get("/no%0Asuch")
     lines = [re.sub(r"[\d.]+ s", "0 s", record.getMessage()) for record in caplog.records]
-    posted = "POST '/v1/completions' 200 in 0 s, testclient:50000"
-    assert lines == [posted, posted, r"GET '/no\nsuch' 404 in 0 s, testclient:50000"]
+    posted = "POST '/v1/completions' 200 in 0 s, testclient:50000, mine"
+    assert lines == [posted, posted, r"GET '/no\nsuch' 404 in 0 s, testclient:50000, mine"]
 
 
 def test_a_full_queue_is_told(tokenizer: Any) -> None:
