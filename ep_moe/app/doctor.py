@@ -22,7 +22,7 @@ from ep_moe.environment import cache_folders, tiles_dir
 from ep_moe.fields import Field, check_fields
 
 OK, NOTE, WARNING, FAILED = "ok", "note", "warning", "failed"
-EXPECTED = Path(__file__).with_name("expected.json")  # `ep-moe bench report` makes it from docs/benchmarks
+EXPECTED = Path(__file__).with_name("expected.json")  # `ep-moe bench expected` makes it from docs/benchmarks
 SLOW = 1.25  # times the expected time, from which a measured one is slow
 LEAST_SHM, LEAST_CACHE, LEAST_FILES = 2**30, 2**30, 4096  # bytes, bytes, open files
 _EXTRAS = {"fastapi": "serve", "uvicorn": "serve", "matplotlib": "bench", "ray": "ray"}
