@@ -345,7 +345,7 @@ def test_sigterm_drains_the_server(tmp_path: Path) -> None:
         with pytest.raises(openai.AuthenticationError):
             server.client.models.list()
         client = server.client.with_options(api_key="secret")
-        stream = client.completions.create(model="", prompt=PROMPTS[0], max_tokens=400, temperature=0, stream=True)
+        stream = client.completions.create(model="", prompt=PROMPTS[0], max_tokens=150, temperature=0, stream=True)
         first = next(stream)
         server.process.terminate()
 
