@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 from ep_moe.app.report import CONTROLS
 from ep_moe.config import EngineConfig
+from ep_moe.environment import client_key
 from ep_moe.fields import Field, check_fields, described
 
 END_SECS = 20.0  # in which the server of a chat ends
@@ -143,7 +144,10 @@ def _pieces(base: str, name: str, messages: list[dict[str, str]], config: ChatCo
 def _request(url: str, body: dict[str, Any] | None, config: ChatConfig) -> Iterator[http.client.HTTPResponse]:
     """The answer to a request. Errors: RuntimeError in the server's words."""
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"content-type": "application/json"})
+    headers = {"content-type": "application/json"}
+    if client_key():
+        headers["authorization"] = f"Bearer {client_key()}"
+    request = urllib.request.Request(url, data, headers)
     try:
         with urllib.request.urlopen(request, timeout=config.silence_secs) as answer:
             yield answer

@@ -29,6 +29,9 @@ class Server(http.server.BaseHTTPRequestHandler):
         self._answer(200, b'{"data": [{"id": "fake"}]}')
 
     def do_POST(self) -> None:  # noqa: N802
+        if self.headers["authorization"] not in (None, "Bearer mine"):
+            self._answer(401, b'{"error": {"message": "another key"}}')
+            return
         request = json.loads(self.rfile.read(int(self.headers["content-length"])))
         said = [message["content"] for message in request["messages"]]
         if said[-1] == "no":
@@ -53,6 +56,12 @@ def test_a_chat_remembers_what_was_said_until_it_is_cleared(url: str) -> None:
     assert done.exit_code == 0, done.stderr
     assert done.stdout == "<S|a>\n<S|a|<S|a>|b>\n<S|c>\n"
     assert done.stderr.startswith(f"fake at {url}/v1.")
+
+
+def test_a_chat_brings_the_key_of_the_environment(url: str) -> None:
+    for key, code in (("mine", 0), ("other", 1)):
+        done = CliRunner().invoke(app, ["chat", "--url", url], input="a\n", env={"EP_MOE_API_KEY": key})
+        assert (done.exit_code, done.stdout, "another key" in done.stderr) == (code, "<a>\n" * (not code), bool(code))
 
 
 def test_what_a_server_refuses_is_one_line(url: str) -> None:
