@@ -712,7 +712,7 @@ def test_a_server_that_drains_finishes_what_it_has(tokenizer: Any, secs: float) 
 
     class SlowRows(FakeRows):
         def run(self, plan: RowsPlan) -> RowsMade:
-            gate.wait(0.5)
+            gate.wait(60)
             return super().run(plan)
 
     with served(tokenizer, SlowRows) as (client, leader):
@@ -724,9 +724,9 @@ def test_a_server_that_drains_finishes_what_it_has(tokenizer: Any, secs: float) 
         leader.drain(secs)
         for answer in (client.post("/v1/completions", json=ask), client.get("/health")):
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
-        if secs > 1:
-            gate.set()
-        thread.join(10)
+        time.sleep(0.3 if secs < 1 else 0)
+        gate.set()
+        thread.join(30)
         assert ("[DONE]" in found[0], "was not done in time" in found[0]) == (secs > 1, secs < 1)
         while leader.failure is None:
             time.sleep(0.01)
