@@ -132,14 +132,25 @@ def serve(engine: EngineConfig, config: ServeConfig) -> dict[str, Any]:
     target = "ep_moe.app.serve_rank:serve_rank_main"
     if engine.ray or LaunchEnv.from_environ() is not None:
         return on_ranks(target, engine, config)
-    from ep_moe.launch import start_server  # which imports torch
+    from ep_moe.launch import RankFailedError, start_server  # which imports torch
     from ep_moe.launch.signals import first_sigterm
 
     start_server(PRELOAD if pick_device(engine) == "cpu" else ())
     with front_end(bind(config.host, config.port), engine, config, "forkserver") as (connection, process):
         # rank 0 gets a duplicate of the connection from this process when it unpickles these bytes
-        with first_sigterm(process.terminate):
-            on_ranks(target, engine, config, bytes(ForkingPickler.dumps(connection)))
+        asked: list[bool] = []
+
+        def drain() -> None:
+            asked.append(True)
+            process.terminate()
+
+        try:
+            with first_sigterm(drain):
+                on_ranks(target, engine, config, bytes(ForkingPickler.dumps(connection)))
+        except RankFailedError:
+            if asked:  # the ranks had the signal too, as some service managers send it
+                raise SystemExit(128 + signal.SIGTERM) from None
+            raise
         process.join(FAREWELL_SECS)
     if process.exitcode == DRAINED:
         raise SystemExit(128 + signal.SIGTERM)

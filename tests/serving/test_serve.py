@@ -25,6 +25,8 @@ from ep_moe.app.serve import ServeConfig, bind, serve
 from ep_moe.app.start import SHIPPED_MODEL, SHIPPED_TEXT
 from ep_moe.cli import app
 from ep_moe.config import EngineConfig
+from ep_moe.launch import RankFailedError
+from ep_moe.launch.signals import terminable
 
 PROMPTS = ("In the beginning God ", "Blessed are the poor in spirit: for \n")  # a line, as the chat template makes it
 NEW_TOKENS = 24
@@ -401,3 +403,20 @@ def test_a_port_in_use_and_missing_packages_are_told_before_ranks_start(monkeypa
         RuntimeError, match=re.escape("ep-moe serve needs uvicorn; install: pip install 'ep-moe[serve]'")
     ):
         serve(EngineConfig(), ServeConfig())
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_ranks_that_end_with_the_server_are_no_error_after_sigterm(
+    asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service manager may signal all processes; a rank that dies by itself is an error."""
+
+    def on_ranks(*args: Any) -> None:
+        with terminable():
+            os.kill(os.getpid(), signal.SIGTERM if asked else 0)
+        raise RankFailedError(0, "Died", "was killed by SIGTERM", "", {0: "was killed by SIGTERM"})
+
+    monkeypatch.setattr("ep_moe.app.serve.on_ranks", on_ranks)
+    with pytest.raises(SystemExit if asked else RankFailedError) as end:
+        serve(EngineConfig(device="cpu"), ServeConfig(port=0))
+    assert not asked or end.value.code == 143
