@@ -27,31 +27,13 @@ class Metrics:
         )
         self.prompt_tokens = Counter("ep_moe_prompt_tokens", "Tokens of accepted prompts", registry=self._registry)
         self.generated_tokens = Counter("ep_moe_generated_tokens", "Tokens generated", registry=self._registry)
-        self.first_token = Histogram(
-            "ep_moe_time_to_first_token_seconds",
-            "From a request to its first text",
-            buckets=_SECS,
-            registry=self._registry,
-        )
-        self.request_secs = Histogram(
-            "ep_moe_request_seconds", "From a request to its last token", buckets=_SECS, registry=self._registry
-        )
-        self.plan_secs = Histogram(
-            "ep_moe_plan_seconds",
-            "Of a prefill, or of a few decode passes, on all ranks",
-            ["kind"],
-            buckets=_PLAN_SECS,
-            registry=self._registry,
-        )
-        self.token_secs = Histogram(
-            "ep_moe_time_per_output_token_seconds",
-            "Of the tokens of a sequence after its first text",
-            buckets=_PLAN_SECS,
-            registry=self._registry,
-        )
-        self._queue_secs = Histogram(
-            "ep_moe_queue_seconds", "From a request to a row for its sequence", buckets=_SECS, registry=self._registry
-        )
+        self.first_token = self._histogram("time_to_first_token", "From a request to its first text", _SECS)
+        self.request_secs = self._histogram("request", "From a request to its last token", _SECS)
+        self._queue_secs = self._histogram("queue", "From a request to a row for its sequence", _SECS)
+        tokens = "Of the tokens of a sequence after its first text"
+        self.token_secs = self._histogram("time_per_output_token", tokens, _PLAN_SECS)
+        plans = "Of a prefill, or of a few decode passes, on all ranks"
+        self.plan_secs = self._histogram("plan", plans, _PLAN_SECS, "kind")
         limits = leader.limits
         self._gauge("running_sequences", "Sequences that have a row", lambda: leader.num_running)
         self._gauge("waiting_sequences", "Generations that wait for a row", lambda: leader.num_waiting)
@@ -73,6 +55,9 @@ class Metrics:
             rows.labels(rank).set_function(functools.partial(lambda rank: leader.usage(rank)[0], rank))
             positions.labels(rank).set_function(functools.partial(lambda rank: leader.usage(rank)[1], rank))
             load.labels(rank).set_function(functools.partial(lambda rank: rank_loads(leader)[rank], rank))
+
+    def _histogram(self, name: str, what: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        return Histogram(f"ep_moe_{name}_seconds", what, labels, buckets=buckets, registry=self._registry)
 
     def _gauge(self, name: str, what: str, value: Callable[[], float]) -> None:
         Gauge(f"ep_moe_{name}", what, registry=self._registry).set_function(value)
