@@ -30,8 +30,7 @@ MOST_PASSES = 16  # of a plan: tokens of so many passes are kept on the device
 class ServeConfig:
     """Address and sizes of `ep-moe serve`.
 
-    A prompt has at most `max_tokens_per_rank` tokens. Keys and values are reserved for `max_rows` sequences of
-    `max_positions` tokens on each rank.
+    Keys and values are reserved for `max_rows` sequences of `max_positions` tokens on each rank.
     """
 
     host: Annotated[str, Field(help="Address to listen at; 0.0.0.0 is every interface of this machine")] = "127.0.0.1"

@@ -56,7 +56,7 @@ def _serve(group: EPGroup, engine: EngineConfig, config: ServeConfig, front: Con
         num_ranks=group.num_ranks,
         num_rows=config.max_rows,
         num_positions=_num_positions(model, config),
-        max_prompt_tokens=session.transport.config.max_tokens_per_rank,
+        max_prefill_tokens=session.transport.config.max_tokens_per_rank,
         max_waiting=config.max_waiting,
         passes_per_plan=config.passes_per_plan,
         vocab_size=model.get_input_embeddings().weight.shape[0],

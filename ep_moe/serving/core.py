@@ -285,7 +285,7 @@ class Leader:
         waits, self._scheduler.waits = self._scheduler.waits, []
         for wait in waits:
             self.on_start(wait)
-        self.on_plan(PREFILL if any(plan.starts) else DECODE, time.perf_counter() - start)
+        self.on_plan(PREFILL if any(plan.chunks) else DECODE, time.perf_counter() - start)
 
     def _end(self, error: ServerEndedError) -> None:
         with self._changed:

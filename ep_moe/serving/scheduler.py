@@ -1,8 +1,9 @@
 """Which sequences run where and when: a queue of generations becomes plans, and the ranks' tokens become progress.
 
 Plain data and no waiting: the leader asks for the next plan, all ranks carry it out, the leader returns their tokens.
-Generations start in the order of their submission, on the rank with the fewest sequences. Prefills alternate with
-decode passes, so that sequences that run already get tokens while others start.
+Generations start in the order of their submission, on the rank with the fewest sequences. A prefill is one pass of at
+most M tokens of each rank. Longer prompts are prefilled in chunks, in turns, and new prompts start between two chunks.
+Prefills alternate with decode passes, so that sequences that run wait for one chunk at most.
 Letters: P prompt tokens, N new tokens, M max_tokens_per_rank, R ranks.
 """
 
@@ -21,6 +22,7 @@ from ep_moe.engines.transformers.decoding.passes import (
     RowStart,
     Sampling,
     Shape,
+    bucket_of,
     pass_shape,
 )
 from ep_moe.engines.transformers.decoding.sequences import BROKEN, MOST_END_IDS, NONE
@@ -64,8 +66,8 @@ class Progress:
     """New tokens of a sequence, the end token included.
 
     Args:
-        logprobs: of these tokens, if asked for. prompt_logprobs: of the prompt's tokens but the first, with the first
-            new token.
+        logprobs: of these tokens, if asked for. prompt_logprobs: of the prompt's tokens but the first, if asked for: as
+            they are computed, before the first new token or with it.
         finish: "" while it goes on; else STOP or LENGTH.
         error: what ended it instead, with `finish` "": NotFiniteError, or what ended the server.
     """
@@ -83,7 +85,7 @@ class Limits:
 
     Args:
         num_ranks: R. num_rows: sequences of one rank. num_positions: P + N of a sequence.
-        max_prompt_tokens: M, also of all prompts in one prefill of a rank. max_waiting: generations without a row.
+        max_prefill_tokens: M, of all prompts in one prefill of a rank. max_waiting: generations without a row.
         passes_per_plan: the most decode passes per scheduling step.
         vocab_size: of the model's input embedding. end_ids: tokens that end a sequence.
         owners: the rank of each expert.
@@ -92,7 +94,7 @@ class Limits:
     num_ranks: int
     num_rows: int
     num_positions: int
-    max_prompt_tokens: int
+    max_prefill_tokens: int
     max_waiting: int
     passes_per_plan: int
     vocab_size: int
@@ -102,12 +104,12 @@ class Limits:
     @property
     def longest_prompt(self) -> int:
         """The most tokens of a prompt."""
-        return min(self.max_prompt_tokens, self.num_positions - 1)
+        return self.num_positions - 1
 
     @property
     def logprob_tokens(self) -> int:
-        """The most tokens of the prompts of a prefill, if the log-probabilities of one of them are asked for."""
-        return min(self.max_prompt_tokens, MOST_PROMPT_LOGITS // self.vocab_size)
+        """The most tokens in a prefill of a rank, if the log-probabilities of a prompt in it are asked for."""
+        return min(self.max_prefill_tokens, max(MOST_PROMPT_LOGITS // self.vocab_size, 1))
 
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
@@ -115,6 +117,7 @@ class _Sequence:
     ticket: int
     rank: int
     start: RowStart
+    num_filled: int = 0  # tokens of the prompt in the cache once the plan in progress is carried out
     num_made: int = 0
 
     @property
@@ -124,8 +127,40 @@ class _Sequence:
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and continuation."""
-        return len(self.start.prompt) + self.num_made
+        """Tokens of prompt and continuation that are in the cache, or are next."""
+        return self.num_filled + self.num_made
+
+    @property
+    def to_fill(self) -> int:
+        """Tokens of the prompt that are left for later prefills."""
+        return len(self.start.prompt) - self.num_filled
+
+
+class _Prefill:
+    """The chunks of one rank in a prefill: a rectangle of rows and of as many columns as the largest has tokens."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._whole = False  # whether logits of all tokens are wanted
+        self.chunks: list[tuple[_Sequence, int]] = []
+
+    def room(self, sampling: Sampling) -> int:
+        """The most tokens of one more row: any number for the first, then one that keeps the rectangle within M."""
+        whole = self._whole or sampling.prompt_logprobs is not None
+        most = self._limits.logprob_tokens if whole else self._limits.max_prefill_tokens
+        room = most // (len(self.chunks) + 1)
+        return room if max((size for _, size in self.chunks), default=0) <= room else 0
+
+    def takes(self, sampling: Sampling, num_tokens: int) -> bool:
+        """Whether so many tokens of a prompt, or its first chunk of them if there is no other row, fit."""
+        return not self.chunks or num_tokens <= self.room(sampling)
+
+    def add(self, sequence: _Sequence) -> None:
+        """Take what is left of a sequence's prompt, or the next chunk of it."""
+        size = min(sequence.to_fill, self.room(sequence.start.sampling))
+        self._whole |= sequence.start.sampling.prompt_logprobs is not None
+        sequence.num_filled += size
+        self.chunks.append((sequence, size))
 
 
 class Scheduler:
@@ -138,8 +173,10 @@ class Scheduler:
         self.waits: list[float] = []  # seconds in the queue of sequences that got a row since this was cleared
         self._rows: list[list[_Sequence | None]] = [[None] * limits.num_rows for _ in range(limits.num_ranks)]
         self._ended: list[set[int]] = [set() for _ in range(limits.num_ranks)]  # rows the ranks have not yet ended
-        self._planned: list[_Sequence] = []  # sequences that get tokens from the plan in progress
-        self._started = False  # whether the last plan was a prefill
+        self._filling: list[list[_Sequence]] = [[] for _ in self._rows]  # prompts in chunks, the next one first
+        self._new_first = [True] * limits.num_ranks  # whether new prompts precede those in the next prefill
+        self._planned: list[tuple[_Sequence, int]] = []  # who gets tokens from the plan in progress, in which column
+        self._prefills = False  # whether the last plan was a prefill
 
     @property
     def num_waiting(self) -> int:
@@ -183,7 +220,7 @@ class Scheduler:
 
     def _check_sampling(self, generation: Generation) -> None:
         """Raise BadRequestError for what the ranks' tensors cannot take; the rest is checked where it is read."""
-        sampling, limits, num_tokens = generation.sampling, self._limits, len(generation.prompt)
+        sampling, limits = generation.sampling, self._limits
         if not -MOST_SEED <= sampling.seed < MOST_SEED:
             raise BadRequestError(f"seed ({sampling.seed}) is not a number of 64 bits", "seed")
         if len(sampling.stop_ids) > MOST_END_IDS:
@@ -196,12 +233,6 @@ class Scheduler:
         for name, asked in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
             if asked is not None and not 0 <= asked <= MOST_LOGPROBS:
                 raise BadRequestError(f"{name} ({asked}) must be in [0, {MOST_LOGPROBS}]", name)
-        if sampling.prompt_logprobs is not None and num_tokens > limits.logprob_tokens:
-            raise BadRequestError(
-                f"the log-probabilities of a prompt of {num_tokens} tokens are asked for, the limit is "
-                f"{limits.logprob_tokens}",
-                "prompt",
-            )
 
     def most_new_tokens(self, prompt: Sequence[int]) -> int:
         """The most new tokens after a prompt, 1 or more. Errors: BadRequestError for a prompt that is not served."""
@@ -223,101 +254,125 @@ class Scheduler:
             return True
         for sequence in self._running():
             if sequence.ticket == ticket:
-                self._rows[sequence.rank][sequence.start.row] = None
+                self._end(sequence)
                 self._ended[sequence.rank].add(sequence.start.row)
                 return True
         return False
 
+    def _end(self, sequence: _Sequence) -> None:
+        """Free a sequence's row."""
+        self._rows[sequence.rank][sequence.start.row] = None
+        if sequence in self._filling[sequence.rank]:
+            self._filling[sequence.rank].remove(sequence)
+
     def next_plan(self) -> RowsPlan | None:
         """What the ranks do next; None if there is nothing to do. After a plan comes `take` of its tokens."""
-        busy = any(True for _ in self._running())
-        planned = [] if busy and self._started else self._choose()
-        starts = [[new.start for new in planned if new.rank == rank] for rank in range(self._limits.num_ranks)]
-        self._started = bool(planned)
-        if not planned:
-            planned = list(self._running())
-            if not planned:
-                return None
+        decoding = [sequence for sequence in self._running() if not sequence.to_fill]
+        starts: list[list[RowStart]] = [[] for _ in self._rows]
+        chunks = [] if decoding and self._prefills else self._choose(starts)
+        self._prefills = any(each.chunks for each in chunks)
+        if not self._prefills and not decoding:
+            return None
         ended = tuple(tuple(sorted(rows)) for rows in self._ended)
         self._ended = [set() for _ in self._ended]
-        self._planned = planned
-        if self._started:
-            return RowsPlan(ended=ended, starts=tuple(map(tuple, starts)))
-        passes = min(self._limits.passes_per_plan, max(sequence.left for sequence in planned))
+        if self._prefills:
+            self._planned = [(seq, place) for each in chunks for place, (seq, _) in enumerate(each.chunks)]
+            sizes = tuple(tuple((seq.start.row, size) for seq, size in each.chunks) for each in chunks)
+            return RowsPlan(ended=ended, starts=tuple(map(tuple, starts)), chunks=sizes)
+        self._planned = [(sequence, sequence.start.row) for sequence in decoding]
+        passes = min(self._limits.passes_per_plan, max(sequence.left for sequence in decoding))
         shapes = tuple(self._shape(rows, passes) for rows in self._rows)
         return RowsPlan(ended=ended, starts=((),) * len(starts), passes=passes, shapes=shapes)
 
     def _shape(self, rows: Sequence[_Sequence | None], passes: int) -> Shape:
-        live = [sequence for sequence in rows if sequence is not None]
-        positions = max((sequence.length for sequence in live), default=0) + passes
+        """Of decode passes for the rows whose prompts are complete. Others among them take part: a pass stores
+        something at their next position."""
+        decoding = [sequence for sequence in rows if sequence is not None and not sequence.to_fill]
+        num_rows = max((sequence.start.row + 1 for sequence in decoding), default=0)
+        taking_part = [sequence for sequence in rows[: bucket_of(num_rows)] if sequence is not None]
+        positions = max((sequence.length for sequence in taking_part), default=0) + passes
         return pass_shape(
-            max((sequence.start.row + 1 for sequence in live), default=0),
+            num_rows,
             min(positions, self._limits.num_positions),
-            any(sequence.start.sampling.temperature > 0 for sequence in live),
-            any(sequence.start.sampling.adjusted for sequence in live),
+            any(sequence.start.sampling.temperature > 0 for sequence in decoding),
+            any(sequence.start.sampling.adjusted for sequence in decoding),
         )
 
-    def _choose(self) -> list[_Sequence]:
+    def _choose(self, starts: list[list[RowStart]]) -> list[_Prefill]:
+        """The chunks of the next prefill, of each rank; generations that get rows are added to `starts`."""
+        prefills = [_Prefill(self._limits) for _ in self._rows]
+        for rank, prefill in enumerate(prefills):
+            if not self._new_first[rank]:
+                self._continue(rank, prefill)
+        self._admit(prefills, starts)
+        for rank, prefill in enumerate(prefills):
+            self._new_first[rank] = not starts[rank]
+            self._continue(rank, prefill)
+        return prefills
+
+    def _continue(self, rank: int, prefill: _Prefill) -> None:
+        """Add chunks of prompts that have rows; those that are not complete wait for their next turn."""
+        filling = self._filling[rank]
+        taken = [sequence for sequence, _ in prefill.chunks]
+        for sequence in [each for each in filling if each not in taken]:
+            if prefill.takes(sequence.start.sampling, sequence.to_fill):
+                prefill.add(sequence)
+                filling.remove(sequence)
+                if sequence.to_fill:
+                    filling.append(sequence)
+
+    def _admit(self, prefills: Sequence[_Prefill], starts: list[list[RowStart]]) -> None:
         """Give rows to generations from the head of the queue, as many as one prefill of each rank takes."""
-        new: list[_Sequence] = []
         while self._waiting:
             ticket, (generation, since) = next(iter(self._waiting.items()))
-            place = self._place(generation, new)
-            if place is None:
+            rank = self._place(generation, prefills)
+            if rank is None:
                 break
-            rank, row = place
             assert generation.max_new_tokens is not None
             start = RowStart(
-                row=row,
+                row=self._rows[rank].index(None),
                 prompt=generation.prompt,
                 max_new_tokens=generation.max_new_tokens,
                 sampling=generation.sampling,
             )
             sequence = _Sequence(ticket=ticket, rank=rank, start=start)
-            self._rows[rank][row] = sequence
-            new.append(sequence)
+            self._rows[rank][start.row] = sequence
+            prefills[rank].add(sequence)
+            if sequence.to_fill:
+                self._filling[rank].append(sequence)
+            starts[rank].append(start)
             del self._waiting[ticket]
             self.waits.append(time.monotonic() - since)
-        return new
 
-    def _place(self, generation: Generation, new: Sequence[_Sequence]) -> tuple[int, int] | None:
-        """The rank and row for a generation, besides those that start now; None if no rank can take it."""
+    def _place(self, generation: Generation, prefills: Sequence[_Prefill]) -> int | None:
+        """The rank for a generation; None if no rank can take it now."""
         num_running = [sum(row is not None for row in rows) for rows in self._rows]
         for rank in sorted(range(self._limits.num_ranks), key=num_running.__getitem__):
-            rows, others = self._rows[rank], [sequence.start for sequence in new if sequence.rank == rank]
-            row = next((index for index, row in enumerate(rows) if row is None), None)
-            if row is None or (others and row != others[-1].row + 1):  # a prefill takes consecutive rows
-                continue
-            together: list[Generation | RowStart] = [generation, *others]
-            whole = any(each.sampling.prompt_logprobs is not None for each in together)
-            most = self._limits.logprob_tokens if whole else self._limits.max_prompt_tokens
-            if len(together) * max(len(each.prompt) for each in together) <= most:
-                return rank, row
+            if None in self._rows[rank] and prefills[rank].takes(generation.sampling, len(generation.prompt)):
+                return rank
         return None
 
     def take(self, made: Sequence[RowsMade]) -> list[tuple[int, Progress]]:
         """What the last plan has made, by rank; returns (ticket, progress) pairs."""
-        found, place = [], [0] * self._limits.num_ranks
-        for sequence in self._planned:
+        found = []
+        for sequence, column in self._planned:
             rank, row = sequence.rank, sequence.start.row
-            column = row
-            if self._started:  # one token for each start of the rank, in order
-                column, place[rank] = place[rank], place[rank] + 1
             if self._rows[rank][row] is not sequence:
                 continue  # cancelled meanwhile
             new = tuple(step[column] for step in made[rank].tokens if step[column] != NONE)
             if BROKEN in new:
-                self._rows[rank][row] = None
+                self._end(sequence)
                 found.append((sequence.ticket, Progress(error=NotFiniteError(not_finite()))))
                 continue
             sequence.num_made += len(new)
             finish = STOP if new and new[-1] in self._ends(sequence) else "" if sequence.left > 0 else LENGTH
             if finish:
-                self._rows[rank][row] = None
+                self._end(sequence)
             logprobs = tuple(made[rank].logprobs.get(column, ())[: len(new)])
             prompt = tuple(made[rank].prompts.get(column, ()))
-            progress = Progress(tokens=new, logprobs=logprobs, prompt_logprobs=prompt, finish=finish)
-            found.append((sequence.ticket, progress))
+            if new or prompt:
+                progress = Progress(tokens=new, logprobs=logprobs, prompt_logprobs=prompt, finish=finish)
+                found.append((sequence.ticket, progress))
         self._planned = []
         return found
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ep_moe.engines.transformers.decoding.passes import Logprob, RowsMade, RowsPlan, Sampling
+from ep_moe.engines.transformers.decoding.passes import Logprob, RowsMade, RowsPlan, RowStart, Sampling
+from ep_moe.engines.transformers.decoding.sequences import BROKEN, NONE
 from ep_moe.group import EPGroup
 from ep_moe.serving.core import Leader, LeadRank, ServerEndedError, follow
 from ep_moe.serving.scheduler import Generation, Limits, Progress
@@ -17,7 +18,7 @@ LIMITS = Limits(
     num_ranks=3,
     num_rows=4,
     num_positions=96,
-    max_prompt_tokens=24,
+    max_prefill_tokens=24,
     max_waiting=1000,
     passes_per_plan=4,
     vocab_size=256,
@@ -57,12 +58,18 @@ def logprobs(asked: dict[int, Sampling], tokens: list[list[int]]) -> dict[int, l
 
 
 class FakeRows:
-    """One rank without a model, which carries out plans as `RowDecoder` does, and checks what it may rely on."""
+    """One rank without a model, which carries out plans as `RowDecoder` does, and checks what it may rely on.
+
+    A cell of the cache holds the token of its position.
+    """
 
     def __init__(self, limits: Limits, rank: int) -> None:
         self._limits, self._rank = limits, rank
         self._live: dict[int, list[int]] = {}  # row -> last token, its position, tokens left
         self._sampling: dict[int, Sampling] = {}
+        self._starts: dict[int, RowStart] = {}
+        self._cells = [[NONE] * (2 * limits.num_positions) for _ in range(limits.num_rows)]
+        self._positions = [0] * limits.num_rows  # at which decode passes store, live or not
 
     def run(self, plan: RowsPlan) -> RowsMade:
         """See `RowDecoder.run`."""
@@ -72,38 +79,48 @@ class FakeRows:
     def _run(self, plan: RowsPlan) -> RowsMade:
         for row in plan.ended[self._rank]:
             self._live.pop(row, None)
-        starts = plan.starts[self._rank]
-        if any(plan.starts):
-            assert plan.passes == 0
-            assert [start.row for start in starts] == [starts[0].row + index for index in range(len(starts))]
-            padded = len(starts) * max((len(start.prompt) for start in starts), default=0)
-            assert padded <= self._limits.max_prompt_tokens
-            for start in starts:
-                assert start.row not in self._live
-                self._live[start.row] = [start.prompt[-1], len(start.prompt) - 1, start.max_new_tokens]
-                self._sampling[start.row] = start.sampling
-            tokens = [self._advance(start.row) for start in starts]
-            asked = {index: start.sampling for index, start in enumerate(starts)}
-            prompts = {
-                index: [logprob(token, each.prompt_logprobs) for token in starts[index].prompt[1:]]
-                for index, each in asked.items()
-                if each.prompt_logprobs is not None
-            }
-            return RowsMade(tokens=[tokens], logprobs=logprobs(asked, [tokens]), prompts=prompts)
+        for start in plan.starts[self._rank]:
+            assert start.row not in self._live
+            self._starts[start.row], self._positions[start.row] = start, 0
+        if any(plan.chunks):
+            return self._prefill(plan.chunks[self._rank])
         shape = plan.shapes[self._rank]
         assert all(row < shape.rows for row in self._live)
         asked = list(self._live)
-        made = [[self._advance(row) for row in range(shape.rows)] for _ in range(plan.passes)]
-        assert all(position <= shape.capacity for _, position, _ in self._live.values())
+        made = [[self._advance(row, shape.capacity) for row in range(shape.rows)] for _ in range(plan.passes)]
         assert shape.adjusted or not any(self._sampling[row].adjusted for row in self._live)
         return RowsMade(tokens=made, logprobs=logprobs({row: self._sampling[row] for row in asked}, made))
 
-    def _advance(self, row: int) -> int:
-        if row not in self._live:
-            return -1
+    def _prefill(self, chunks: tuple[tuple[int, int], ...]) -> RowsMade:
+        assert len(chunks) * max((size for _, size in chunks), default=0) <= self._limits.max_prefill_tokens
+        assert len({row for row, _ in chunks}) == len(chunks)
+        tokens, asked, prompts = [], {}, {}
+        for place, (row, size) in enumerate(chunks):
+            start, first = self._starts[row], self._positions[row]
+            end = self._positions[row] = first + size
+            self._cells[row][first:end] = start.prompt[first:end]
+            assert tuple(self._cells[row][:end]) == start.prompt[:end]
+            if start.sampling.prompt_logprobs is not None:
+                behind = start.prompt[first + 1 : end + 1]
+                prompts[place] = [logprob(token, start.sampling.prompt_logprobs) for token in behind]
+            if end < len(start.prompt):
+                tokens.append(NONE)
+                continue
+            self._live[row] = [start.prompt[-1], end - 1, start.max_new_tokens]
+            asked[place] = self._sampling[row] = start.sampling
+            tokens.append(self._next(row))
+        return RowsMade(tokens=[tokens], logprobs=logprobs(asked, [tokens]), prompts=prompts)
+
+    def _advance(self, row: int, capacity: int) -> int:
+        """A decode pass in a row, which stores something also if the row is not live."""
+        place = self._positions[row] % capacity
+        self._cells[row][place] = self._live[row][0] if row in self._live else BROKEN
+        return self._next(row) if row in self._live else NONE
+
+    def _next(self, row: int) -> int:
         token, position, left = self._live[row]
         token, sampling = next_token(token, position + 1), self._sampling[row]
-        self._live[row] = [token, position + 1, left - 1]
+        self._live[row], self._positions[row] = [token, position + 1, left - 1], position + 1
         if left == 1 or token in sampling.stop_ids or (token == 0 and not sampling.ignore_end):
             del self._live[row]
         return token

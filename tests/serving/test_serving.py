@@ -62,8 +62,8 @@ def test_everyone_gets_all_tokens_whatever_comes_and_goes() -> None:
     most_running = idle = 0
     while idle < 20:
         for _ in range(chance.choice((0, 0, 1, 6)) if len(asked) < 300 else 0):
-            prompt = tuple(chance.randrange(1, 256) for _ in range(chance.choice((1, 3, 8, 23, 24))))
-            generation = Generation(prompt=prompt, max_new_tokens=chance.randint(1, 72))
+            prompt = tuple(chance.randrange(1, 256) for _ in range(chance.choice((1, 3, 8, 23, 24, 25, 71, 95))))
+            generation = Generation(prompt=prompt, max_new_tokens=chance.randint(1, 96 - len(prompt)))
             ticket = scheduler.submit(generation)
             asked[ticket], made[ticket] = generation, []
         plan = scheduler.next_plan()
@@ -115,11 +115,37 @@ def test_generations_start_in_order_on_the_rank_with_the_fewest() -> None:
     assert passes.shapes == (pass_shape(1, 64, False), pass_shape(2, 64, False), pass_shape(2, 64, False))
 
 
+def test_streams_wait_for_one_chunk_of_a_long_prompt_at_most() -> None:
+    """And a short prompt that comes meanwhile for one more."""
+    limits = dataclasses.replace(LIMITS, num_ranks=1, num_positions=1000)
+    scheduler, rows = Scheduler(limits), FakeRows(limits, 0)
+    stream = scheduler.submit(Generation(prompt=(1,), max_new_tokens=900, sampling=Sampling(ignore_end=True)))
+    long, short = -1, -1
+    made, since, got, waits = [0, 0], 0, [0], []  # tokens of long and short; plans since the stream's last
+    while not made[0]:
+        if len(got) == 4:
+            long = scheduler.submit(Generation(prompt=(2,) * 20 * limits.max_prefill_tokens, max_new_tokens=1))
+        if len(got) == 20:
+            short = scheduler.submit(Generation(prompt=(3,), max_new_tokens=1))
+        plan = scheduler.next_plan()
+        assert plan is not None
+        found = dict(scheduler.take([rows.run(plan)]))
+        since = 0 if stream in found else since + 1
+        waits += [since] if short >= 0 and not made[1] else []
+        got.append(since)
+        for place, ticket in enumerate((long, short)):
+            made[place] += len(found[ticket].tokens) if ticket in found else 0
+    assert max(got) == 1
+    assert made == [1, 1]
+    assert sum(got[4:]) == 20 + 1  # chunks of the long prompt, and the short one
+    assert sum(waits) <= 2
+
+
 @pytest.mark.parametrize(
     ("generation", "param", "message"),
     [
         ({"prompt": ()}, "prompt", "the prompt has no tokens"),
-        ({"prompt": (1,) * 25}, "prompt", "the prompt has 25 tokens, the limit is 24"),
+        ({"prompt": (1,) * 96}, "prompt", "the prompt has 96 tokens, the limit is 95"),
         ({"prompt": (1, 256)}, "prompt", "the prompt has token 256, tokens are in [0, 256)"),
         ({"prompt": (1,) * 6, "max_new_tokens": 91}, "max_tokens", "the most for this prompt is 90"),
         ({"prompt": (1,), "max_new_tokens": 0}, "max_tokens", "max_tokens (0) must be at least 1"),
@@ -138,7 +164,7 @@ def test_what_cannot_be_served_is_named(generation: dict[str, Any], param: str, 
 
 
 def test_a_sequence_fills_all_positions_and_no_more() -> None:
-    scheduler = Scheduler(dataclasses.replace(LIMITS, max_prompt_tokens=200))
+    scheduler = Scheduler(LIMITS)
     assert [scheduler.most_new_tokens((1,) * size) for size in (1, 95)] == [95, 1]
     with pytest.raises(BadRequestError, match="the prompt has 96 tokens, the limit is 95"):
         scheduler.most_new_tokens((1,) * 96)
@@ -249,7 +275,8 @@ def test_rows_say_the_same_as_sequences_alone(name: str) -> None:
     of_prompts: dict[int, list[Logprob]] = {}
 
     def start(rows: RowDecoder, *indices: int, ended: tuple[int, ...] = ()) -> None:
-        plan = RowsPlan(ended=(ended,), starts=(tuple(starts[index] for index in indices),))
+        new = tuple(starts[index] for index in indices)
+        plan = RowsPlan(ended=(ended,), starts=(new,), chunks=(tuple((each.row, len(each.prompt)) for each in new),))
         found = rows.run(plan)
         for place, index in enumerate(indices):
             made[index].append(found.tokens[0][place])
@@ -301,6 +328,53 @@ def test_rows_say_the_same_as_sequences_alone(name: str) -> None:
         else:
             tokens = by_transformers(model, torch.tensor([each.prompt]), max_new_tokens=len(made[index]))[0].tolist()
         assert made[index][: len(tokens)] == tokens, index
+
+
+@pytest.mark.parametrize("name", ["gpt_oss_windows"])
+def test_prompts_of_all_lengths_that_come_and_go_are_those_of_transformers(name: str) -> None:
+    """64 prompts in chunks of up to 40 tokens, cancelled at random; log-probabilities are those of the whole model."""
+    chance, model = random.Random(3), sharded_model(name)
+    limits = dataclasses.replace(
+        LIMITS, num_ranks=1, num_rows=8, max_prefill_tokens=40, passes_per_plan=2, vocab_size=60, end_ids=()
+    )
+    scheduler = Scheduler(limits)
+    rows = RowDecoder(model, num_rows=limits.num_rows, num_positions=96, end_ids=(), graphs=False)
+    asked: dict[int, Generation] = {}
+    found: dict[int, list[Progress]] = {}
+    cancelled = set()
+    while len(asked) < 64 or scheduler.num_running or scheduler.num_waiting:
+        for _ in range(chance.choice((0, 1, 3)) if len(asked) < 64 else 0):
+            prompt = tuple(chance.randrange(60) for _ in range(chance.randint(1, 95)))
+            sampling = Sampling(logprobs=0, prompt_logprobs=chance.choice((None, 0)))
+            generation = Generation(prompt=prompt, max_new_tokens=min(4, 96 - len(prompt)), sampling=sampling)
+            ticket = scheduler.submit(generation)
+            asked[ticket], found[ticket] = generation, []
+        plan = scheduler.next_plan()
+        if asked and chance.random() < 0.1:
+            ticket = chance.choice(list(asked))
+            if scheduler.cancel(ticket):
+                cancelled.add(ticket)
+        for ticket, progress in scheduler.take([rows.run(plan)]) if plan else ():
+            found[ticket].append(progress)
+    assert 5 < len(cancelled) < 40
+    for half in (range(32), range(32, 64)):
+        longest, prompts = 96, [asked[ticket].prompt for ticket in half]
+        padded = torch.tensor([(0,) * (longest - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.arange(longest) >= longest - torch.tensor(list(map(len, prompts)))[:, None]
+        tokens = by_transformers(model, padded, mask.long(), max_new_tokens=4).tolist()
+        sequences = [(*prompt, *new, *(0,) * longest)[:longest] for prompt, new in zip(prompts, tokens, strict=True)]
+        with torch.inference_mode():  # what comes behind a token changes nothing
+            whole = model(input_ids=torch.tensor(sequences), use_cache=False).logits.log_softmax(-1)
+        for ticket, new, sequence, logprobs in zip(half, tokens, sequences, whole, strict=True):
+            generation, progress = asked[ticket], found[ticket]
+            made = [token for each in progress for token in each.tokens]
+            assert ticket in cancelled or progress[-1].finish == "length"
+            assert made == new[: generation.max_new_tokens if ticket not in cancelled else len(made)], generation
+            values = [each.value for part in progress for each in (*part.prompt_logprobs, *part.logprobs)]
+            first = 0 if generation.sampling.prompt_logprobs == 0 else len(generation.prompt) - 1
+            expected = logprobs[:-1].gather(1, torch.tensor(sequence)[1:, None])[first:].flatten().tolist()
+            assert values == pytest.approx(expected[: len(values)], abs=1e-4)
+            assert len(values) == len(generation.prompt) - 1 - first + len(made) or not made
 
 
 # Ranks.
@@ -466,8 +540,8 @@ REFUSED: dict[str, tuple[str, Any, int, str]] = {
         "max_tokens (0) must be at least 1 without echo",
     ),
     "positions": ("completions", {"prompt": "a", "max_tokens": 96}, 400, "the most for this prompt is 95"),
-    "long": ("completions", {"prompt": [1] * 25}, 400, "the prompt has 25 tokens, the limit is 24"),
-    "characters": ("completions", {"prompt": "a" * 10**5}, 400, "the prompt has 100000 characters, 24 tokens have"),
+    "long": ("completions", {"prompt": [1] * 96}, 400, "the prompt has 96 tokens, the limit is 95"),
+    "characters": ("completions", {"prompt": "a" * 10**5}, 400, "the prompt has 100000 characters, 95 tokens have"),
     "prompts": ("completions", {"prompt": ["a"] * 1001}, 400, "prompt has 1001 prompts, the limit is 1000"),
     "empty": ("completions", {"prompt": ""}, 400, "the prompt has no tokens"),
     "none": ("completions", {"prompt": []}, 400, "prompt ([]) must be one or more texts"),
@@ -552,7 +626,7 @@ REFUSED: dict[str, tuple[str, Any, int, str]] = {
     "deep": ("completions", b"[" * 10**5, 400, "the request's body is not valid JSON"),
     "no body": ("completions", b"", 400, "the request's body is empty"),
     "no object": ("completions", b"[5]", 400, "the request's body ([5]) is no JSON object"),
-    "large": ("completions", b" " * (2**20 + 32 * 24 + 1), 413, "has 1049345 bytes, the limit is 1049344"),
+    "large": ("completions", b" " * (2**20 + 32 * 95 + 1), 413, "has 1051617 bytes, the limit is 1051616"),
 }
 
 
@@ -570,7 +644,7 @@ def test_errors_have_openais_shape_name_value_and_limit_and_are_counted(tokenize
         for path, body, status, message in REFUSED.values():
             refused(path, body if isinstance(body, bytes) else json.dumps(body).encode(), json_type, status, message)
         parts = iter([b" " * 10**6] * 2)  # without a content-length
-        refused("completions", parts, json_type, 413, "has more than 1049344 bytes, the limit")
+        refused("completions", parts, json_type, 413, "has more than 1051616 bytes, the limit")
         missing, other = "the header content-type is missing", "the header content-type ('text/plain') is not served"
         refused("completions", b"{}", None, 400, missing)
         refused("chat/completions", b"{}", {"content-type": "text/plain"}, 400, other)
@@ -878,7 +952,7 @@ def test_the_live_page_shows_the_metrics(tokenizer: Any, tmp_path: Path) -> None
 
     ask = json.dumps({"prompt": "ab", "max_tokens": 90, "stream": True, "temperature": 0, "ignore_eos": True}).encode()
     body = POST + f"content-length: {len(ask)}\r\n\r\n".encode() + ask
-    with listening(tokenizer, HeldRows, num_rows=16, max_prompt_tokens=64) as connect:
+    with listening(tokenizer, HeldRows, num_rows=16, max_prefill_tokens=64) as connect:
         streams = [connect() for _ in range(16)]
         for stream in streams:
             stream.sendall(body)

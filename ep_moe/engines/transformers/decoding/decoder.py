@@ -1,4 +1,7 @@
-"""Generation by passes of fixed shapes: an eager prefill, then decode passes, each captured once as a CUDA graph.
+"""Generation by passes of fixed shapes: eager prefills, then decode passes, each captured once as a CUDA graph.
+
+A prefill computes a chunk of the prompts of some rows, at most M tokens; each token attends to those before it in the
+cache. So a prompt may be as long as the positions allow.
 
 A pass computes one token for each row of a bucket (1, 2, 4, ... rows) with a cache of a bucketed capacity. Tokens,
 positions and the rows that want another token stay on the device, so that the host only launches; it reads the tokens
@@ -10,6 +13,7 @@ Letters: B rows of this rank, P prompt tokens, N new tokens, C capacity, M max_t
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +27,7 @@ from ep_moe.engines.transformers.decoding.finite import check_finite, first_not_
 from ep_moe.engines.transformers.decoding.fixed_cache import FixedCache, windows_of
 from ep_moe.engines.transformers.decoding.options import GenerationOptions, check_prompts
 from ep_moe.engines.transformers.decoding.passes import (
+    LEAST_CAPACITY,
     Logprob,
     RowsMade,
     RowsPlan,
@@ -54,9 +59,22 @@ class _Request(NamedTuple):
 
     rows: int
     cold: bool  # its pass has yet to be captured
-    prefills: int = 0  # forward passes for its prompts
+    prefills: int = 0  # forward passes for the chunks of its prompts
     new_tokens: int = 0
     ends: bool = False  # end tokens may end it earlier
+
+
+class Chunk(NamedTuple):
+    """Tokens [first, end) of a sequence's prompt; those before are in the cache."""
+
+    start: RowStart
+    first: int
+    end: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it ends the prompt."""
+        return self.end == len(self.start.prompt)
 
 
 def decode_transport(session: Session) -> Any:
@@ -72,7 +90,7 @@ def decode_transport(session: Session) -> Any:
 
 
 class Decoder:
-    """Generates with one model, on all ranks in step: `start` sequences in rows, then `decode` passes of all rows.
+    """Generates with one model, on all ranks in step: `prefill` sequences in rows, then `decode` passes of all rows.
 
     Its transport is sized for the largest bucket of any rank: the memory of a batch, and so of a graph, grows with M.
 
@@ -135,17 +153,17 @@ class Decoder:
     ) -> torch.Tensor:
         """See `ep_moe.engines.transformers.generate`. Collective; a host sync every `PASSES_PER_READ` tokens."""
         session, error, request = self._session, None, None
-        num_rows, share = 0, 1
+        num_rows, chunks = 0, list[list[Chunk]]()
         try:
             session.transport.check()
-            check_prompts(prompts, mask, options, model)
+            check_prompts(prompts, mask, options, model, whole=False)
             num_rows, num_columns = prompts.shape
-            share = max(session.transport.config.max_tokens_per_rank // max(num_columns, 1), 1)  # rows of a prefill
+            chunks = _chunks_of(_starts_of(prompts, mask, options), session.transport.config.max_tokens_per_rank)
             shape = self.prepare(num_rows, num_columns + options.max_new_tokens, options.temperature > 0)
             request = _Request(
                 rows=num_rows,
                 cold=self._is_cold(shape),
-                prefills=-(-num_rows // share),
+                prefills=len(chunks),
                 new_tokens=options.max_new_tokens if num_rows else 0,
                 ends=bool(options.end_ids),
             )
@@ -157,12 +175,11 @@ class Decoder:
         num_steps = max(other.new_tokens for other in requests)
         if not num_steps:
             return torch.full((num_rows, options.max_new_tokens), NONE, device="cpu")
-        starts = _starts_of(prompts, mask, options)
         self.sequences.end_all(options.end_ids)
         self._cache.clear()
         with first_not_finite(model) as name:
             for index in range(max(other.prefills for other in requests)):
-                self.start(model, starts[index * share : (index + 1) * share])
+                self.prefill(model, chunks[index] if index < len(chunks) else ())
         session.transport.check()
         made = [self.read(1, num_rows)]
         check_finite(made[0], name)
@@ -199,13 +216,13 @@ class Decoder:
     def _is_cold(self, shape: Shape) -> bool:
         return self.graphs and shape not in self._replays
 
-    def prepare(self, num_rows: int, num_positions: int, sampled: bool) -> Shape:
-        """Allocate sequences and cache; returns the shape of the decode passes. Local."""
+    def prepare(self, num_rows: int, num_positions: int, sampled: bool, *, more_rows: int = 0) -> Shape:
+        """Allocate sequences and cache, with `more_rows` behind those of the passes; returns their shape. Local."""
         shape = pass_shape(num_rows, num_positions, sampled)
         if self._sequences is None or self._sequences.rows < shape.rows:
             self._sequences = Sequences(shape.rows, PASSES_PER_READ, self._session.group.device)
             self.drop_graphs()
-        if self._cache.reserve(shape.rows, shape.capacity):
+        if self._cache.reserve(shape.rows + more_rows, shape.capacity):
             self.drop_graphs()
         return shape
 
@@ -243,47 +260,72 @@ class Decoder:
             warm_up(self._layers, num_topk, padded=True)
         return True
 
-    def start(self, model: Model, starts: Sequence[RowStart]) -> torch.Tensor | None:
-        """Prefill sequences in consecutive rows and choose their first tokens, which `read(1, rows)` returns; without
-        starts, take part in the prefill of other ranks.
+    def prefill(self, model: Model, chunks: Sequence[Chunk]) -> torch.Tensor | None:
+        """Compute chunks of prompts in different rows; a prompt's last one also chooses the first token, which
+        `read(1, rows)` returns. Without chunks, take part in the prefill of other ranks.
 
-        Returns: [B, P, V] logits of the prompts, padded on the left, if one asks for the log-probabilities of its
+        Returns: [B, N, V] logits of the chunks, padded on the left, if one asks for the log-probabilities of its
             prompt.
         Collective, no host sync on a transport that has none.
         """
         session, device = self._session, self._session.group.device
-        if not starts:
+        if not chunks:
             with session.sitting_out():
                 model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False)
             return None
-        first, count = starts[0].row, len(starts)
-        sizes = [len(start.prompt) for start in starts]
-        longest = max(sizes)
-        padded = [(0,) * (longest - len(start.prompt)) + start.prompt for start in starts]
-        positions, mask, lengths = torch.arange(longest, device=device)[None], None, None
-        if min(sizes) < longest:
-            lengths = torch.tensor(sizes, device="cpu").to(device, non_blocking=True)
-            positions = positions - (longest - lengths[:, None])
-            positions, mask = positions.clamp(min=0), (positions >= 0).long()
-        sampled = any(start.sampling.temperature > 0 for start in starts)
-        whole = any(start.sampling.prompt_logprobs is not None for start in starts)
-        capacity = pass_shape(count, longest + 1, sampled).capacity
-        self._cache.clear(first, count)  # of an earlier sequence
-        self._cache.begin_prefill(first, count, capacity, lengths)
+        firsts, ends = [chunk.first for chunk in chunks], [chunk.end for chunk in chunks]
+        sizes = [chunk.end - chunk.first for chunk in chunks]
+        longest, text = max(sizes), model.config.get_text_config()
+        padded = [
+            (0,) * (longest - size) + chunk.start.prompt[chunk.first : chunk.end]
+            for chunk, size in zip(chunks, sizes, strict=True)
+        ]
+        rows = [chunk.start.row for chunk in chunks]
+        self._cache.clear([chunk.start.row for chunk in chunks if not chunk.first])  # of an earlier sequence
+        self._cache.begin_prefill(rows, firsts, ends, bucket_of(max(ends) + 1, LEAST_CAPACITY), device)
+        positions, mask = torch.arange(longest, device=device)[None], None
+        if max(firsts) or min(sizes) < longest:
+            behind = torch.tensor(ends, device="cpu").to(device, non_blocking=True)[:, None]
+            positions = behind - longest + positions
+            mask = (positions >= 0).long()
+        if max(firsts):
+            mask = self._cache.masks(text, model.dtype)
+        whole = any(chunk.start.sampling.prompt_logprobs is not None for chunk in chunks)
         keep: dict[str, Any] = {} if whole or not model._supports_logits_to_keep() else {"logits_to_keep": 1}
         output = model(
             input_ids=torch.tensor(padded, device="cpu").to(device, non_blocking=True),
             attention_mask=mask,
-            position_ids=positions,
+            position_ids=positions.clamp(min=0),
             use_cache=True,
             **{_cache_name(model.__class__): self._cache},
             **keep,
         )
-        self.sequences.begin(starts, output.logits.shape[-1])
-        self.sequences.step.zero_()
-        adjusted = any(start.sampling.adjusted for start in starts)
-        self.sequences.advance(output.logits[:, -1], sampled=sampled, adjusted=adjusted, first=first)
+        self._choose_first(chunks, output.logits[:, -1])
         return output.logits if whole else None
+
+    def _choose_first(self, chunks: Sequence[Chunk], logits: torch.Tensor) -> None:
+        """Begin the sequences whose prompts are complete, with their first tokens, and keep the other rows apart.
+
+        Args:
+            logits: [B, V] of the chunks' last tokens.
+        """
+        sequences = self.sequences
+        groups = itertools.groupby(enumerate(chunks), lambda each: (each[1].is_last, each[1].start.row - each[0]))
+        for (is_last, _), group in groups:  # neighbours in consecutive rows
+            places, some = zip(*group, strict=True)
+            if not is_last:
+                for chunk in some:  # decode passes store there, and the next chunk overwrites it
+                    sequences.positions[chunk.start.row] = chunk.end
+                continue
+            starts = [chunk.start for chunk in some]
+            sequences.begin(starts, logits.shape[-1])
+            sequences.step.zero_()
+            sequences.advance(
+                logits[places[0] : places[-1] + 1],
+                sampled=any(start.sampling.temperature > 0 for start in starts),
+                adjusted=any(start.sampling.adjusted for start in starts),
+                first=starts[0].row,
+            )
 
     def decode(self, model: Model, passes: int, shape: Shape) -> torch.Tensor:
         """Run passes, replayed if they are captured; returns their tokens as `read` does. Collective, host sync."""
@@ -388,6 +430,20 @@ def _starts_of(prompts: torch.Tensor, mask: torch.Tensor | None, options: Genera
     ]
 
 
+def _chunks_of(starts: Sequence[RowStart], most: int) -> list[list[Chunk]]:
+    """The prefills of sequences: each of as many rows, or else of as large a part of one, as `most` tokens hold."""
+    share = max(most // max((len(start.prompt) for start in starts), default=1), 1)
+    return [
+        [
+            Chunk(start, first, min(first + most, len(start.prompt)))
+            for start in starts[row : row + share]
+            if first < len(start.prompt)
+        ]
+        for row in range(0, len(starts), share)
+        for first in range(0, max(len(start.prompt) for start in starts[row : row + share]), most)
+    ]
+
+
 class RowDecoder:
     """A decoder for plans: this rank's rows, in a cache for `num_rows` sequences of `num_positions` tokens each.
 
@@ -411,20 +467,21 @@ class RowDecoder:
             session.decoder.destroy()
         self._decoder = session.decoder = Decoder(model, graphs=graphs)
         self._captured: set[tuple[int, Shape]] = set()  # (rank, shape), equal on all ranks
+        self._prompts: dict[int, Chunk] = {}  # row -> the last chunk of a prompt that is not complete
         self._wanted: dict[int, int] = {}  # row -> likeliest tokens with each log-probability
         self._decoder.prepare(num_rows, num_positions, sampled=True)
         self._decoder.make_transport(model, num_rows)
         self._decoder.sequences.end_all(end_ids)
         everywhere = session.group.num_ranks
-        first = RowStart(row=0, prompt=(0,), max_new_tokens=2, sampling=Sampling(logprobs=0))
+        first, none = RowStart(row=0, prompt=(0,), max_new_tokens=2, sampling=Sampling(logprobs=0)), ((),) * everywhere
         with first_not_finite(model) as name:  # allocates and compiles
-            made = self.run(RowsPlan(ended=((),) * everywhere, starts=((first,),) * everywhere))
+            made = self.run(RowsPlan(ended=none, starts=((first,),) * everywhere, chunks=(((0, 1),),) * everywhere))
         check_finite(torch.tensor(made.tokens, device="cpu"), name)
         vocab_size, device = model.get_input_embeddings().weight.shape[0], session.group.device
         most = min(session.transport.config.max_tokens_per_rank * vocab_size, MOST_PROMPT_LOGITS)
         torch.empty(most, dtype=model.dtype, device=device)  # the allocator keeps it for the logits of prompts
         shapes = (pass_shape(1, 1, False),) * everywhere
-        self.run(RowsPlan(ended=((),) * everywhere, starts=((),) * everywhere, passes=1, shapes=shapes))
+        self.run(RowsPlan(ended=none, starts=none, passes=1, shapes=shapes))
 
     def run(self, plan: RowsPlan) -> RowsMade:
         """Carry out this rank's part of a plan. Collective, host sync."""
@@ -437,8 +494,11 @@ class RowDecoder:
         live = decoder.sequences.live
         if plan.ended[rank]:
             live[torch.tensor(plan.ended[rank], device=live.device)] = False
-        if any(plan.starts):
-            return self._start(plan.starts[rank])
+        for start in plan.starts[rank]:
+            self._prompts[start.row] = Chunk(start, 0, 0)
+            self._wanted.pop(start.row, None)
+        if any(plan.chunks):
+            return self._prefill(plan.chunks[rank])
         if not plan.passes:
             return RowsMade(tokens=[])
         wanted = set(enumerate(plan.shapes))
@@ -449,23 +509,33 @@ class RowDecoder:
         tokens = decoder.decode(model, plan.passes, shape).tolist()
         return RowsMade(tokens=tokens, logprobs=self._logprobs(plan.passes) if shape.adjusted else {})
 
-    def _start(self, starts: Sequence[RowStart]) -> RowsMade:
-        logits = self._decoder.start(self._model, starts)
+    def _prefill(self, sizes: Sequence[tuple[int, int]]) -> RowsMade:
+        chunks = [self._next_chunk(row, size) for row, size in sizes]
+        logits = self._decoder.prefill(self._model, chunks)
         self._session.transport.check()
         made = self._decoder.read(1, self._num_rows)[0].tolist()
-        for start in starts:
-            self._wanted.pop(start.row, None)
-            if start.sampling.logprobs is not None:
-                self._wanted[start.row] = start.sampling.logprobs
-        prompts = {}
-        for index, start in enumerate(starts):
+        prompts, new = {}, {}
+        for place, (start, first, end) in enumerate(chunks):
             if start.sampling.prompt_logprobs is not None:
                 assert logits is not None
-                mine = logits[index, logits.shape[1] - len(start.prompt) :]
-                prompts[index] = prompt_logprobs(mine, start.prompt, start.sampling.prompt_logprobs)
-        found = self._logprobs(1) if any(start.row in self._wanted for start in starts) else {}
-        first = {index: found[start.row] for index, start in enumerate(starts) if start.row in found}
-        return RowsMade(tokens=[[made[start.row] for start in starts]], logprobs=first, prompts=prompts)
+                mine = logits[place, logits.shape[1] - (end - first) :]
+                prompts[place] = prompt_logprobs(mine, start.prompt[first : end + 1], start.sampling.prompt_logprobs)
+            if chunks[place].is_last:
+                del self._prompts[start.row]
+                new[place] = start.row
+                if start.sampling.logprobs is not None:
+                    self._wanted[start.row] = start.sampling.logprobs
+        found = self._logprobs(1) if any(row in self._wanted for row in new.values()) else {}
+        return RowsMade(
+            tokens=[[made[new[place]] if place in new else NONE for place in range(len(chunks))]],
+            logprobs={place: found[row] for place, row in new.items() if row in found},
+            prompts=prompts,
+        )
+
+    def _next_chunk(self, row: int, size: int) -> Chunk:
+        start, _, end = self._prompts[row]
+        self._prompts[row] = chunk = Chunk(start, end, end + size)
+        return chunk
 
     def _logprobs(self, passes: int) -> dict[int, list[Logprob]]:
         """Those of the last passes, of each row that asked for them."""

@@ -2,9 +2,11 @@
 
 transformers' StaticCache keeps a length on the host for sliding windows, and one length for all rows. Here each row has
 a position of its own, on the device, and a sliding window is a ring: position p is stored in entry p mod S.
-Letters: B rows, P prompt tokens, C capacity (positions of a row), S entries of a layer: C, or a smaller window.
+Letters: B rows, N tokens of a chunk of a prompt, C capacity (positions of a row), S entries of a layer: C, or a smaller
+window.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+_NOWHERE = 2**40  # the position of a key that no token attends to
 
 
 def windows_of(config: PreTrainedConfig) -> list[int | None]:
@@ -61,19 +64,19 @@ class FixedLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store [B, heads, tokens, head dim]; returns what the tokens attend to: in a prefill these states, in a
-        decode step all entries."""
+        """Store [B, heads, tokens, head dim]; returns what the tokens attend to: in a prefill these states, behind the
+        entries of positions before them, in a decode step all entries."""
         del args, kwargs
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         return self._cache.store(self, key_states, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of what a prefill attends to; a decode step brings its own masks."""
+        """Length and offset of what a prefill from position 0 on attends to; other passes bring their own masks."""
         return query_length, 0
 
     def get_seq_length(self) -> int:
-        """A prefill starts at position 0; a decode step brings its own positions."""
+        """A prefill starts at position 0, or brings its own positions, as a decode step does."""
         return 0
 
     def get_max_length(self) -> int:
@@ -90,12 +93,13 @@ class FixedCache(Cache):
 
     def __init__(self, windows: list[int | None]) -> None:
         self.rows, self.capacity = 0, 0  # allocated, or to be allocated by the next prefill
-        self._span = slice(0)  # rows of the current pass
+        self._span: slice | torch.Tensor = slice(0)  # rows of the current pass
         self._used = 0  # C of the current sequences
-        self._decoding = False
-        self._lengths: torch.Tensor | None = None  # of padded prompts, else None
-        self._positions: torch.Tensor | None = None
-        self._indices: dict[tuple[int, ...], torch.Tensor] = {}  # of the current pass, shared by layers of the same S
+        self._positions: torch.Tensor | None = None  # of a decode step's tokens
+        self._firsts: Sequence[int] = ()  # of a prefill: the position of each row's first token, and that behind its
+        self._ends: Sequence[int] = ()  # last one
+        self._bounds: torch.Tensor | None = None  # the same, [2, B, 1]
+        self._indices: dict[tuple[int, ...], Any] = {}  # of the current pass, shared by layers of the same S
         self._own = [FixedLayer(self, window) for window in windows]
         super().__init__(layers=[*self._own])
 
@@ -120,45 +124,75 @@ class FixedCache(Cache):
         for layer in self._own:
             layer.forget()
 
-    def clear(self, first: int = 0, count: int | None = None) -> None:
-        """Zero `count` rows, by default all: rows that hold no sequence may have stored NaN. Local, no host sync."""
-        last = None if count is None else first + count
-        if tensors := [tensor[first:last] for tensor in self._tensors()]:
+    def clear(self, rows: Sequence[int] | None = None) -> None:
+        """Zero some rows, by default all: rows that hold no sequence may have stored NaN. Local, no host sync."""
+        spans = [slice(None)] if rows is None else [slice(row, row + 1) for row in rows]
+        if tensors := [tensor[span] for tensor in self._tensors() for span in spans]:
             torch._foreach_zero_(tensors)
 
-    def begin_prefill(self, first: int, count: int, capacity: int, lengths: torch.Tensor | None) -> None:
-        """The next pass computes whole prompts [count, P] for rows [first, first + count).
+    def begin_prefill(
+        self, rows: Sequence[int], firsts: Sequence[int], ends: Sequence[int], capacity: int, device: torch.device
+    ) -> None:
+        """The next pass computes tokens of prompts, [B, N] with padding on the left, for B rows in any order.
 
         Args:
-            capacity: C of these sequences. lengths: [count] int64 of prompts with padding on the left, None without.
+            firsts, ends: positions [first, end) of each row; the cache has those before.
+            capacity: C of these sequences.
         """
-        self._decoding, self._span, self._used = False, slice(first, first + count), capacity
-        self._lengths, self._positions = lengths, None
+        consecutive = list(rows) == list(range(rows[0], rows[0] + len(rows)))
+        self._span = slice(rows[0], rows[0] + len(rows))
+        if not consecutive:
+            self._span = torch.tensor(rows, device="cpu").to(device, non_blocking=True)
+        self._used, self._positions = capacity, None
+        self._firsts, self._ends = firsts, ends
+        self._bounds = torch.tensor([firsts, ends], device="cpu")[..., None].to(device, non_blocking=True)
         self._indices = {}
 
     def begin_decode(self, rows: int, capacity: int, positions: torch.Tensor) -> None:
         """The next pass computes one token for each of the first `rows` rows, at `positions` [rows] int64."""
-        self._decoding, self._span, self._used = True, slice(0, rows), capacity
-        self._lengths, self._positions = None, positions
+        self._span, self._used, self._positions = slice(0, rows), capacity, positions
         self._indices = {}
 
     def masks(self, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
-        """The masks of a decode step as transformers prepares them for a static cache.
+        """The masks of a decode step, or of a prefill behind cached positions, as transformers prepares them for a
+        static cache.
 
-        Returns: one [B, 1, 1, S], or one for each type of layer, to be added to scores: 0 for an entry that the token
-            attends to. Floats, since torch would convert bools in every layer. Local, no host sync.
+        Returns: one [B, 1, N, keys], or one for each type of layer, to be added to scores: 0 for a key that the token
+            attends to; N is 1 in a decode step. Floats, since torch would convert bools in every layer. Local, no host
+            sync.
         """
-        assert self._positions is not None
         by_entries: dict[int, torch.Tensor] = {}
         for layer in self._own:
             entries = layer.entries(self._used)
             if entries not in by_entries:
-                seen = torch.arange(entries, device=self._positions.device) <= self._positions[:, None]
+                seen = self._seen(entries)
                 mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-                by_entries[entries] = mask.masked_fill(~seen, torch.finfo(dtype).min)[:, None, None]
+                by_entries[entries] = mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
         types = getattr(config, "layer_types", None)
         masks = [by_entries[layer.entries(self._used)] for layer in self._own]
         return masks[0] if types is None else dict(zip(types, masks, strict=True))
+
+    def _seen(self, entries: int) -> torch.Tensor:
+        """[B, N, keys] bool: whether a token attends to a key."""
+        if self._positions is not None:
+            return (torch.arange(entries, device=self._positions.device) <= self._positions[:, None])[:, None]
+        assert self._bounds is not None
+        first, end = self._bounds
+        num_tokens, device = self._num_tokens, first.device
+        tokens = end - num_tokens + torch.arange(num_tokens, device=device)  # before `first`: padding
+        cached = _last_position(torch.arange(self._num_cached(entries), device=device), first, entries)
+        keys = torch.cat([cached.masked_fill(cached < 0, _NOWHERE), tokens.masked_fill(tokens < first, _NOWHERE)], 1)
+        keys, tokens = keys[:, None], tokens[:, :, None]
+        return (keys <= tokens) & (keys > tokens - entries)
+
+    @property
+    def _num_tokens(self) -> int:
+        """N of a prefill."""
+        return max(end - first for first, end in zip(self._firsts, self._ends, strict=True))
+
+    def _num_cached(self, entries: int) -> int:
+        """Entries that tokens of a prefill attend to."""
+        return min(max(self._firsts), entries)
 
     def store(
         self, layer: FixedLayer, key_states: torch.Tensor, value_states: torch.Tensor
@@ -167,21 +201,33 @@ class FixedCache(Cache):
         entries = layer.entries(self._used)
         assert layer.keys is not None
         assert layer.values is not None
-        memory = [tensor[self._span, :, :entries] for tensor in (layer.keys, layer.values)]
-        if self._decoding:
+        if self._positions is not None:
             index = self._decode_index(entries)
+            memory = [tensor[self._span, :, :entries] for tensor in (layer.keys, layer.values)]
             for kept, states in zip(memory, (key_states, value_states), strict=True):
                 kept.scatter_(2, index.expand(-1, states.shape[1], 1, states.shape[3]), states)
             return memory[0], memory[1]
-        num_tokens = key_states.shape[2]
-        count = min(num_tokens, entries)
-        for kept, states in zip(memory, (key_states, value_states), strict=True):
-            if self._lengths is None and num_tokens <= entries:
-                kept[:, :, :count] = states
-            else:
-                index = self._prefill_index(num_tokens, entries, states)
-                kept[:, :, :count] = states.gather(2, index.expand(-1, states.shape[1], count, states.shape[3]))
-        return key_states, value_states
+        keys, values = (
+            self._store_prompt(memory, states, entries)
+            for memory, states in ((layer.keys, key_states), (layer.values, value_states))
+        )
+        return keys, values
+
+    def _store_prompt(self, memory: torch.Tensor, states: torch.Tensor, entries: int) -> torch.Tensor:
+        """Store tokens of prompts; returns what they attend to."""
+        lowest, highest = min(self._firsts), max(self._ends)
+        attended, num_cached = states, self._num_cached(entries)
+        if num_cached:  # before a ring's entries are overwritten
+            attended = torch.cat([memory[self._span, :, :num_cached], states], 2)
+        if highest <= entries and len(set(self._firsts)) == len(set(self._ends)) == 1:
+            memory[self._span, :, lowest:highest] = states
+            return attended
+        if highest > entries:
+            lowest, highest = 0, entries
+        column, is_new = self._prefill_index(lowest, highest, entries)
+        new = states.gather(2, column.expand(-1, states.shape[1], -1, states.shape[3]))
+        memory[self._span, :, lowest:highest] = torch.where(is_new, new, memory[self._span, :, lowest:highest])
+        return attended
 
     def _decode_index(self, entries: int) -> torch.Tensor:
         """[B, 1, 1, 1], the entry of each row's token."""
@@ -190,16 +236,20 @@ class FixedCache(Cache):
             self._indices[entries,] = (self._positions % entries)[:, None, None, None]
         return self._indices[entries,]
 
-    def _prefill_index(self, num_tokens: int, entries: int, states: torch.Tensor) -> torch.Tensor:
-        """[B, 1, count, 1], the column of the padded prompt that each entry holds: the last position p < length with
-        p mod S = entry. Example: S 4, no padding, P 6: entries 0 to 3 hold positions 4, 5, 2, 3."""
-        key = (num_tokens, entries)
-        if key not in self._indices:
-            lengths = self._lengths
-            if lengths is None:
-                lengths = torch.full((states.shape[0],), num_tokens, device=states.device)
-            last = lengths[:, None] - 1
-            position = last - (last - torch.arange(min(num_tokens, entries), device=states.device)) % entries
-            column = position.clamp(min=0) + num_tokens - lengths[:, None]
-            self._indices[key] = column[:, None, :, None]
-        return self._indices[key]
+    def _prefill_index(self, lowest: int, highest: int, entries: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of entries [lowest, highest): the column of the padded tokens that each holds from now on, and whether it
+        does, [B, 1, entries, 1] each. Example: S 4, tokens at 0 to 5: entries 0 to 3 hold positions 4, 5, 2, 3."""
+        if (lowest, highest, entries) not in self._indices:
+            assert self._bounds is not None
+            first, end = self._bounds
+            position = _last_position(torch.arange(lowest, highest, device=first.device), end, entries)
+            column = (position - end + self._num_tokens).clamp(min=0)
+            found = column[:, None, :, None], (position >= first)[:, None, :, None]
+            self._indices[lowest, highest, entries] = found
+        column, is_new = self._indices[lowest, highest, entries]
+        return column, is_new
+
+
+def _last_position(entry: torch.Tensor, end: torch.Tensor, entries: int) -> torch.Tensor:
+    """The last position before `end` that an entry of a ring holds, negative if there is none."""
+    return end - 1 - (end - 1 - entry) % entries

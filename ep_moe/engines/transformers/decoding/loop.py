@@ -63,7 +63,7 @@ def by_transformers(
     """`generate` by transformers' loop with its dynamic cache; a rank without rows takes part with a dummy row."""
     session: Session = model.ep_moe
     with Agreement(session.group, "generate"):
-        check_prompts(prompts, mask, options, model)
+        check_prompts(prompts, mask, options, model, whole=True)
     spare = not prompts.shape[0] or not options.max_new_tokens
     ids = prompts.new_zeros(1, 1) if spare else prompts
     sampling: dict[str, Any] = {"do_sample": False}

@@ -1,5 +1,4 @@
-"""Options of a generation, and checks of its prompts. Letters: B rows of this rank, P prompt tokens, M
-max_tokens_per_rank."""
+"""Options of a generation, and checks of its prompts. Letters: B rows of this rank, P prompt tokens."""
 
 import contextlib
 import dataclasses
@@ -65,9 +64,17 @@ def end_ids_of(model: Model, tokenizer: Any = None) -> tuple[int, ...]:
     return tuple(dict.fromkeys(token for token in ends if token is not None))
 
 
-def check_prompts(prompts: torch.Tensor, mask: torch.Tensor | None, options: GenerationOptions, model: Model) -> None:
-    """Raise ValueError for prompts that are not [B, P] int64 on the model's device, exceed M, have tokens that the
-    model's embedding has not, or are padded otherwise than on the left. Host sync."""
+def check_prompts(
+    prompts: torch.Tensor, mask: torch.Tensor | None, options: GenerationOptions, model: Model, *, whole: bool
+) -> None:
+    """Raise ValueError for prompts that are not [B, P] int64 on the model's device, are too long, have tokens that the
+    model's embedding has not, or are padded otherwise than on the left.
+
+    Args:
+        whole: a prompt is computed in one pass and has at most max_tokens_per_rank tokens; else, in chunks, as many as
+            the model's max_position_embeddings.
+    Host sync.
+    """
     session = model.ep_moe
     rank, device = session.group.rank, session.group.device
     check_tensor(prompts, "prompts")
@@ -75,11 +82,13 @@ def check_prompts(prompts: torch.Tensor, mask: torch.Tensor | None, options: Gen
         found = f"{tuple(prompts.shape)} {prompts.dtype} on {prompts.device}"
         raise ValueError(f"prompts are {found} on rank {rank}, expected [rows, tokens] int64 on {device}")
     num_rows, num_columns = prompts.shape
-    limit = session.transport.config.max_tokens_per_rank
+    limit, name = getattr(model.config.get_text_config(), "max_position_embeddings", None), "max_position_embeddings"
+    if whole:
+        limit, name = session.transport.config.max_tokens_per_rank, "max_tokens_per_rank"
     if num_rows and not num_columns:
         raise ValueError(f"prompts are {tuple(prompts.shape)} on rank {rank}: a prompt needs at least one token")
-    if num_rows and num_columns > limit:
-        raise ValueError(f"a prompt of {num_columns} tokens exceeds max_tokens_per_rank ({limit}) on rank {rank}")
+    if num_rows and limit is not None and num_columns > limit:
+        raise ValueError(f"a prompt of {num_columns} tokens exceeds {name} ({limit}) on rank {rank}")
     if options.seeds and len(options.seeds) != num_rows:
         raise ValueError(f"seeds are {len(options.seeds)} on rank {rank}, prompts are {num_rows}")
     vocab_size = model.get_input_embeddings().weight.shape[0]

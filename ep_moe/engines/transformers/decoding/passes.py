@@ -113,9 +113,9 @@ class RowsMade:
 
     Args:
         tokens: [passes][row] of the rows up to the bucket's size, NONE for a row without a token, BROKEN for one whose
-            logits are not finite, which ends it; of a plan with starts [1][start].
-        logprobs: of the rows (or starts) that asked for them, of each pass.
-        prompts: of the starts that asked for them, of each token of the prompt but the first.
+            logits are not finite, which ends it; of a plan with chunks [1][chunk], NONE before the last of a prompt.
+        logprobs: of the rows (or chunks) that asked for them, of each pass.
+        prompts: of the chunks that asked for them, of the prompt's tokens behind each of the chunk's.
         load: [layer][expert], this rank's tokens that went to each expert so far; empty if not asked for.
     """
 
@@ -127,19 +127,21 @@ class RowsMade:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RowsPlan:
-    """A prefill of new rows, or a few decode passes; each field but `passes` has an entry for each rank.
+    """A prefill, or a few decode passes; each field but `passes` and `load` has an entry for each rank.
 
     Args:
         ended: rows that end before anything else because their client has left.
-        starts: sequences to prefill, in consecutive rows; their prompts, padded to the longest, have at most
-            max_tokens_per_rank tokens.
-        passes: decode passes, 0 in a plan with starts.
+        starts: sequences that get a row; their first chunks are in the same plan.
+        chunks: (row, number of tokens) of the prompts that are prefilled further, in one pass: at most
+            max_tokens_per_rank tokens, each row padded to the most. The last chunk of a prompt makes a token.
+        passes: decode passes, 0 in a plan with chunks.
         shapes: of these passes.
         load: the ranks also report the load of their experts.
     """
 
     ended: tuple[tuple[int, ...], ...]
     starts: tuple[tuple[RowStart, ...], ...]
+    chunks: tuple[tuple[tuple[int, int], ...], ...] = ()
     passes: int = 0
     shapes: tuple[Shape, ...] = ()
     load: bool = False
