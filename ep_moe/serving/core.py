@@ -9,8 +9,10 @@ there, and `relay(LeadRank(group, rows), connection)` on rank 0. It knows nothin
 is one front end, and any other may take its place.
 """
 
+import collections
 import contextlib
 import dataclasses
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +28,7 @@ from ep_moe.serving.scheduler import Generation, Limits, Progress, Scheduler
 OnProgress = Callable[[Progress], None]
 PREFILL, DECODE = "prefill", "decode"
 LOAD_SECS = 2.0  # between two reports of the experts' load
+MOST_SENT = 2  # plans that the ranks have at a time: they begin the next one while clients get the tokens of the last
 
 
 class Rows(Protocol):
@@ -59,11 +62,20 @@ class LeadRank:
 
     def __init__(self, group: EPGroup, rows: Rows) -> None:
         self._group, self._rows, self._channel = group, rows, PlanChannel(group)
+        self._sent: collections.deque[RowsPlan] = collections.deque()
         self.explain = group.explain  # the cause of an error: one that names a lost rank, or the error itself
         self.close = self._channel.close  # ends `follow` on all ranks
 
-    def run(self, plan: RowsPlan) -> list[RowsMade]:
-        """Carry out a plan on all ranks; returns their results, in rank order. Errors: of the model; PeerLostError."""
+    def send(self, plan: RowsPlan) -> None:
+        """Queue a plan for all ranks."""
+        self._sent.append(plan)
+
+    def receive(self) -> list[RowsMade]:
+        """Carry out the oldest plan of the queue on all ranks; returns their results, in rank order.
+
+        Errors: of the model; PeerLostError.
+        """
+        plan = self._sent.popleft()
         self._channel.send(plan)
         return self._channel.collect(self._rows.run(plan))
 
@@ -73,21 +85,41 @@ class LeadRank:
 
 
 class RemoteRanks:
-    """`LeadRank` for a leader in another process, connected to rank 0's, which calls `relay`."""
+    """`LeadRank` for a leader in another process, connected to rank 0's, which calls `relay`.
+
+    A thread reads, so that large results and a large plan never wait for each other.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._answers: queue.SimpleQueue[list[RowsMade] | str] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name="ep_moe-answers", daemon=True).start()
 
-    def run(self, plan: RowsPlan) -> list[RowsMade]:
-        """See `LeadRank`. Errors: ServerEndedError."""
+    def _read(self) -> None:
+        answer: list[RowsMade] | str = []
+        while not isinstance(answer, str):
+            try:
+                answer = self._connection.recv()
+            except (EOFError, OSError):
+                answer = "rank 0 has ended"
+            self._answers.put(answer)
+
+    def send(self, plan: RowsPlan) -> None:
+        """See `LeadRank`; rank 0 carries it out at once, or after those before it."""
         with contextlib.suppress(BrokenPipeError):  # the error that ended rank 0 is received next
             self._connection.send(plan)
-        return self._receive()
+
+    def receive(self) -> list[RowsMade]:
+        """Wait for the results of the oldest plan that was sent. Errors: ServerEndedError."""
+        answer = self._answers.get()
+        if isinstance(answer, str):
+            raise ServerEndedError(answer)
+        return answer
 
     def check(self) -> None:
         """See `LeadRank`. Errors: ServerEndedError."""
-        if self._connection.poll():
-            self._receive()  # between plans, only an error arrives
+        if not self._answers.empty():
+            self.receive()  # while there is no plan, only an error arrives
 
     def explain(self, failure: Exception) -> Exception:
         """See `LeadRank`."""
@@ -97,24 +129,16 @@ class RemoteRanks:
         """See `LeadRank`."""
         self._connection.send(None)
 
-    def _receive(self) -> list[RowsMade]:
-        try:
-            answer = self._connection.recv()
-        except (EOFError, ConnectionResetError):
-            answer = "rank 0 has ended"
-        if isinstance(answer, str):
-            raise ServerEndedError(answer)
-        return answer
-
 
 def relay(ranks: LeadRank, connection: Connection) -> None:
     """Carry out the plans of the leader at the other end, on rank 0, until it closes; an error is sent there too.
 
-    Errors: RuntimeError if the leader has gone; those of `LeadRank.run`. Collective.
+    Errors: RuntimeError if the leader has gone; those of `LeadRank.receive`. Collective.
     """
     try:
         while (plan := _receive_plan(ranks, connection)) is not None:
-            connection.send(ranks.run(plan))
+            ranks.send(plan)
+            connection.send(ranks.receive())
         ranks.close()
     except (EOFError, ConnectionResetError, BrokenPipeError):
         raise RuntimeError("the process that speaks HTTP has ended, its error is on stderr") from None
@@ -160,6 +184,8 @@ class Leader:
         self._load_due = 0.0
         self._scheduler = Scheduler(limits)
         self._watchers: dict[int, OnProgress] = {}
+        self._sent: collections.deque[tuple[RowsPlan, float]] = collections.deque()  # with the time
+        self._received = 0.0  # time of the last plan's results
         self._changed = threading.Condition()
         self._failure: ServerEndedError | None = None
         self._closing = False
@@ -236,8 +262,10 @@ class Leader:
         """
         error = ServerEndedError("the server is closed")
         try:
-            while (plan := self._next()) is not None:
-                self._step(plan)
+            while self._send():
+                self._receive()
+            while self._sent:
+                self._receive()
             if self.draining:
                 error = ServerEndedError("the server was asked to end, and this request was not done in time")
             self._ranks.close()
@@ -250,25 +278,34 @@ class Leader:
         finally:
             self._end(error)
 
-    def _next(self) -> RowsPlan | None:
-        """Wait for something to do; None once the server is closed."""
-        while True:
+    def _send(self) -> bool:
+        """Send plans as far ahead as allowed; waits while there is nothing to do. False once the server is closed."""
+        while len(self._sent) < MOST_SENT:
             with self._changed:
                 if self._closing or (self._drain_until is not None and time.monotonic() >= self._drain_until):
-                    return None
+                    return False
                 plan = self._scheduler.next_plan()
-                if plan is not None:
-                    return plan
-                if self.draining:
-                    return None
-                self._changed.wait(SLICE_SECS)
-            self._ranks.check()  # a rank may be lost while the server is idle
+                if plan is None and not self._sent:
+                    if self.draining:
+                        return False
+                    self._changed.wait(SLICE_SECS)
+            if plan is not None:
+                now = time.perf_counter()
+                if now >= self._load_due:
+                    plan, self._load_due = dataclasses.replace(plan, load=True), now + LOAD_SECS
+                self._ranks.send(plan)
+                self._sent.append((plan, now))
+            elif self._sent:
+                break
+            else:
+                self._ranks.check()  # a rank may be lost while the server is idle
+        return True
 
-    def _step(self, plan: RowsPlan) -> None:
-        start = time.perf_counter()
-        if start >= self._load_due:
-            plan, self._load_due = dataclasses.replace(plan, load=True), start + LOAD_SECS
-        made = self._ranks.run(plan)
+    def _receive(self) -> None:
+        """Wait for the results of the oldest plan, and hand out its tokens."""
+        made = self._ranks.receive()
+        plan, sent = self._sent.popleft()
+        start, self._received = max(sent, self._received), time.perf_counter()
         if plan.load:
             by_layer = zip(*(each.load for each in made), strict=True)
             self.load = [[sum(tokens) for tokens in zip(*ranks, strict=True)] for ranks in by_layer]
@@ -285,7 +322,7 @@ class Leader:
         waits, self._scheduler.waits = self._scheduler.waits, []
         for wait in waits:
             self.on_start(wait)
-        self.on_plan(PREFILL if any(plan.chunks) else DECODE, time.perf_counter() - start)
+        self.on_plan(PREFILL if any(plan.chunks) else DECODE, self._received - start)
 
     def _end(self, error: ServerEndedError) -> None:
         with self._changed:

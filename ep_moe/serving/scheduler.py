@@ -1,6 +1,7 @@
 """Which sequences run where and when: a queue of generations becomes plans, and the ranks' tokens become progress.
 
-Plain data and no waiting: the leader asks for the next plan, all ranks carry it out, the leader returns their tokens.
+Plain data and no waiting: the leader asks for plans, all ranks carry them out, the leader returns their tokens in the
+same order. A plan may be made before the tokens of the last one are there: a sequence that ends meanwhile gets none.
 Generations start in the order of their submission, on the rank with the fewest sequences. A prefill is one pass of at
 most M tokens of each rank. Longer prompts are prefilled in chunks, in turns, and new prompts start between two chunks.
 Prefills alternate with decode passes, so that sequences that run wait for one chunk at most.
@@ -117,18 +118,20 @@ class _Sequence:
     ticket: int
     rank: int
     start: RowStart
-    num_filled: int = 0  # tokens of the prompt in the cache once the plan in progress is carried out
+    num_filled: int = 0  # tokens of the prompt in the cache once the plans in progress are carried out
     num_made: int = 0
+    num_coming: int = 0  # new tokens of the plans in progress, unless it ends before
 
     @property
     def left(self) -> int:
-        """New tokens that are still wanted."""
-        return self.start.max_new_tokens - self.num_made
+        """New tokens that are wanted and not planned."""
+        return self.start.max_new_tokens - self.num_made - self.num_coming
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and continuation that are in the cache, or are next."""
-        return self.num_filled + self.num_made
+        """Tokens of prompt and continuation that are in the cache or are next, once the plans in progress are carried
+        out."""
+        return self.num_filled + self.num_made + self.num_coming
 
     @property
     def to_fill(self) -> int:
@@ -175,7 +178,8 @@ class Scheduler:
         self._ended: list[set[int]] = [set() for _ in range(limits.num_ranks)]  # rows the ranks have not yet ended
         self._filling: list[list[_Sequence]] = [[] for _ in self._rows]  # prompts in chunks, the next one first
         self._new_first = [True] * limits.num_ranks  # whether new prompts precede those in the next prefill
-        self._planned: list[tuple[_Sequence, int]] = []  # who gets tokens from the plan in progress, in which column
+        # of each plan in progress: who gets tokens, in which column, and how many at most
+        self._planned: collections.deque[list[tuple[_Sequence, int, int]]] = collections.deque()
         self._prefills = False  # whether the last plan was a prefill
 
     @property
@@ -191,7 +195,7 @@ class Scheduler:
     def usage(self, rank: int) -> tuple[int, int]:
         """Rows of a rank that have a sequence, and the positions that these have filled."""
         live = [row for row in list(self._rows[rank]) if row is not None]
-        return len(live), sum(sequence.length for sequence in live)
+        return len(live), sum(sequence.length - sequence.num_coming for sequence in live)
 
     def _running(self) -> Iterator[_Sequence]:
         return (sequence for rows in self._rows for sequence in rows if sequence is not None)
@@ -266,8 +270,8 @@ class Scheduler:
             self._filling[sequence.rank].remove(sequence)
 
     def next_plan(self) -> RowsPlan | None:
-        """What the ranks do next; None if there is nothing to do. After a plan comes `take` of its tokens."""
-        decoding = [sequence for sequence in self._running() if not sequence.to_fill]
+        """What the ranks do next; None if nothing is left to plan. For each plan comes a `take`, in order."""
+        decoding = [sequence for sequence in self._running() if not sequence.to_fill and sequence.left > 0]
         starts: list[list[RowStart]] = [[] for _ in self._rows]
         chunks = [] if decoding and self._prefills else self._choose(starts)
         self._prefills = any(each.chunks for each in chunks)
@@ -276,13 +280,20 @@ class Scheduler:
         ended = tuple(tuple(sorted(rows)) for rows in self._ended)
         self._ended = [set() for _ in self._ended]
         if self._prefills:
-            self._planned = [(seq, place) for each in chunks for place, (seq, _) in enumerate(each.chunks)]
+            self._plan(
+                [(seq, place, 0 if seq.to_fill else 1) for each in chunks for place, (seq, _) in enumerate(each.chunks)]
+            )
             sizes = tuple(tuple((seq.start.row, size) for seq, size in each.chunks) for each in chunks)
             return RowsPlan(ended=ended, starts=tuple(map(tuple, starts)), chunks=sizes)
-        self._planned = [(sequence, sequence.start.row) for sequence in decoding]
         passes = min(self._limits.passes_per_plan, max(sequence.left for sequence in decoding))
         shapes = tuple(self._shape(rows, passes) for rows in self._rows)
+        self._plan([(sequence, sequence.start.row, min(passes, sequence.left)) for sequence in decoding])
         return RowsPlan(ended=ended, starts=((),) * len(starts), passes=passes, shapes=shapes)
+
+    def _plan(self, planned: list[tuple[_Sequence, int, int]]) -> None:
+        self._planned.append(planned)
+        for sequence, _, count in planned:
+            sequence.num_coming += count
 
     def _shape(self, rows: Sequence[_Sequence | None], passes: int) -> Shape:
         """Of decode passes for the rows whose prompts are complete. Others among them take part: a pass stores
@@ -353,19 +364,21 @@ class Scheduler:
         return None
 
     def take(self, made: Sequence[RowsMade]) -> list[tuple[int, Progress]]:
-        """What the last plan has made, by rank; returns (ticket, progress) pairs."""
+        """What the oldest plan in progress has made, by rank; returns (ticket, progress) pairs."""
         found = []
-        for sequence, column in self._planned:
+        for sequence, column, count in self._planned.popleft():
             rank, row = sequence.rank, sequence.start.row
+            sequence.num_coming -= count
             if self._rows[rank][row] is not sequence:
-                continue  # cancelled meanwhile
+                continue  # it has ended meanwhile
             new = tuple(step[column] for step in made[rank].tokens if step[column] != NONE)
             if BROKEN in new:
                 self._end(sequence)
                 found.append((sequence.ticket, Progress(error=NotFiniteError(not_finite()))))
                 continue
             sequence.num_made += len(new)
-            finish = STOP if new and new[-1] in self._ends(sequence) else "" if sequence.left > 0 else LENGTH
+            is_whole = sequence.num_made == sequence.start.max_new_tokens
+            finish = STOP if new and new[-1] in self._ends(sequence) else LENGTH if is_whole else ""
             if finish:
                 self._end(sequence)
             logprobs = tuple(made[rank].logprobs.get(column, ())[: len(new)])
@@ -373,7 +386,6 @@ class Scheduler:
             if new or prompt:
                 progress = Progress(tokens=new, logprobs=logprobs, prompt_logprobs=prompt, finish=finish)
                 found.append((sequence.ticket, progress))
-        self._planned = []
         return found
 
     def _ends(self, sequence: _Sequence) -> tuple[int, ...]:
