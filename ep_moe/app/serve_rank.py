@@ -4,6 +4,7 @@ The front end makes plans and sends them to rank 0, which sends them on to the o
 """
 
 import contextlib
+import dataclasses
 import signal
 import socket
 import sys
@@ -16,6 +17,8 @@ from ep_moe.app.session import Model, load_expert_parallel, load_tokenizer, prog
 from ep_moe.app.start import model_dir
 from ep_moe.config import EngineConfig
 from ep_moe.engines.transformers.decoding import RowDecoder, end_ids_of, uses_graphs, why_not_fixed
+from ep_moe.engines.transformers.decoding.grammars import RowGrammars
+from ep_moe.grammar import is_installed
 from ep_moe.group import EPGroup
 from ep_moe.placement import Placement
 from ep_moe.serving.core import Leader, LeadRank, RemoteRanks, ServerEndedError, follow, relay
@@ -64,12 +67,16 @@ def _serve(group: EPGroup, engine: EngineConfig, config: ServeConfig, front: Con
         owners=_owners(session.transport.placement),
     )
     with group.guard("warm up"):
+        grammars, reason = _grammars(tokenizer, limits)
+        reasons = group.all_gather_object(reason)
+        limits = dataclasses.replace(limits, no_grammars=next(filter(None, reasons), ""))
         rows = RowDecoder(
             model,
             num_rows=limits.num_rows,
             num_positions=limits.num_positions,
             end_ids=limits.end_ids,
             graphs=uses_graphs(model, config.decode_graphs),
+            grammars=grammars,
         )
     if front is None:
         follow(group, rows)
@@ -79,6 +86,16 @@ def _serve(group: EPGroup, engine: EngineConfig, config: ServeConfig, front: Con
             front.send(limits)
         relay(ranks, front)
     session.destroy()
+
+
+def _grammars(tokenizer: Any, limits: Limits) -> tuple[RowGrammars | None, str]:
+    """The grammars of a rank's rows; None with the reason why there are none."""
+    if not is_installed():
+        return None, "llguidance is not installed beside all ranks; install: pip install 'ep-moe[json]'"
+    try:
+        return RowGrammars(tokenizer, limits.vocab_size, limits.end_ids), ""
+    except ValueError as error:
+        return None, str(error)
 
 
 def _owners(placement: Placement) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ from ep_moe.serving.core import DrainingError, ServerEndedError
 from ep_moe.serving.job import KINDS, Job, Kind, Service, UnauthorizedError, UnknownModelError, event
 from ep_moe.serving.metrics import CLIENT_LEFT, Metrics
 from ep_moe.serving.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest, error_body, parse
-from ep_moe.serving.scheduler import BadRequestError, NotFiniteError, QueueFullError
+from ep_moe.serving.scheduler import BadRequestError, GrammarError, NotFiniteError, QueueFullError
 from ep_moe.serving.text import Piece
 
 SHUTDOWN_SECS = 1  # that open answers have to end; with LINGER_SECS less than the launcher's grace for a failed rank
@@ -65,6 +65,7 @@ _ERRORS: dict[type[Exception], tuple[int, str, str | None]] = {
     _BodyTooLargeError: (413, "invalid_request_error", None),
     QueueFullError: (429, "rate_limit_error", "queue_full"),
     NotFiniteError: (500, "server_error", "not_finite"),
+    GrammarError: (500, "server_error", "grammar"),
     DrainingError: (503, "server_error", "draining"),
     ServerEndedError: (503, "server_error", "server_ended"),
     Exception: (500, "server_error", None),
@@ -226,6 +227,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
 def _add_generation(app: APIRouter, service: Service, bodies: _Bodies) -> None:
     """The endpoints that generate."""
+    grammars = ThreadPoolExecutor(1, "ep_moe-grammars")  # a compilation takes up to seconds: others need not wait
 
     async def stream(
         job: Job, kind: Kind, first: tuple[int, Piece], pieces: AsyncGenerator[tuple[int, Piece], None]
@@ -236,7 +238,7 @@ def _add_generation(app: APIRouter, service: Service, bodies: _Bodies) -> None:
                 yield event(chunk)
             yield _DONE
             status = 200
-        except (ServerEndedError, NotFiniteError) as error:
+        except (ServerEndedError, NotFiniteError, GrammarError) as error:
             status, name, code = _ERRORS[type(error)]
             yield event(error_body(str(error), name, code=code))
         finally:
@@ -247,6 +249,8 @@ def _add_generation(app: APIRouter, service: Service, bodies: _Bodies) -> None:
         kind = KINDS[request.url.path]
         try:
             job = await bodies.work(request, functools.partial(Job, service, kind, request.state.id))
+            if job.has_grammar:
+                await asyncio.get_running_loop().run_in_executor(grammars, job.check_grammar)
             if not job.stream:
                 content = await _unless_left(request, job.whole())
                 service.metrics.count(kind.endpoint, 200)

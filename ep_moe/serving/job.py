@@ -12,8 +12,9 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from ep_moe.engines.transformers.decoding.passes import Logprob
+from ep_moe.engines.transformers.decoding.passes import Logprob, Sampling
 from ep_moe.fields import shown
+from ep_moe.grammar import Checker, Vocabulary
 from ep_moe.serving.core import Leader
 from ep_moe.serving.metrics import Metrics
 from ep_moe.serving.protocol import ChatRequest, CompletionRequest, TokenizeChatRequest, parse, usage
@@ -52,6 +53,11 @@ class Service:
     keys: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+
+    @functools.cached_property
+    def checker(self) -> Checker:
+        """Compiles grammars before ranks do."""
+        return Checker(Vocabulary(self.tokenizer))
 
     @functools.cached_property
     def token_chars(self) -> int:
@@ -151,11 +157,26 @@ class Job:
         prompts = self._prompts()
         self._prompt_tokens = sum(map(len, prompts))
         seed = secrets.randbits(63) if self._request.seed is None else self._request.seed
+        self._grammar_param, self._grammar = self._request.grammar()
+        if self._grammar and service.leader.limits.no_grammars:
+            reason = service.leader.limits.no_grammars
+            raise BadRequestError(f"{self._grammar_param} cannot be served: {reason}", self._grammar_param)
         self._choices = [
-            _Choice(service, self._request, prompt, _next_seed(seed, index))
+            _Choice(service, self._request, prompt, self._request.sampling(_next_seed(seed, index), self._grammar))
             for prompt in prompts
             for index in range(self._request.n)
         ]
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether its texts must follow a grammar."""
+        return bool(self._grammar)
+
+    def check_grammar(self) -> None:
+        """Raise BadRequestError for a grammar that cannot be compiled. May take seconds."""
+        error = self._service.checker.error_of(self._grammar)
+        if error:
+            raise BadRequestError(f"{self._grammar_param} cannot be served: {error}", self._grammar_param)
 
     @property
     def stream(self) -> bool:
@@ -252,7 +273,7 @@ class _Choice:
     """One sequence of a request, and how its pieces are answered."""
 
     def __init__(
-        self, service: Service, request: CompletionRequest | ChatRequest, prompt: tuple[int, ...], seed: int
+        self, service: Service, request: CompletionRequest | ChatRequest, prompt: tuple[int, ...], sampling: Sampling
     ) -> None:
         self._service, self._request = service, request
         self._chat = isinstance(request, ChatRequest)
@@ -264,7 +285,7 @@ class _Choice:
             wanted = min(COMPLETION_TOKENS, most) if request.max_tokens is None else request.max_tokens
             self._silent = wanted == 0
             wanted = max(wanted, 1)
-        self.generation = Generation(prompt=prompt, max_new_tokens=wanted, sampling=request.sampling(seed))
+        self.generation = Generation(prompt=prompt, max_new_tokens=wanted, sampling=sampling)
         self.text = TextStream(service.tokenizer, request.stops, () if self._chat else prompt)
         self.num_tokens = 0
         self._first = True

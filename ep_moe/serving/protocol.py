@@ -17,12 +17,20 @@ from ep_moe.engines.transformers.decoding.adjust import MOST_LOGPROBS
 from ep_moe.engines.transformers.decoding.passes import Sampling
 from ep_moe.engines.transformers.decoding.sequences import MOST_END_IDS
 from ep_moe.fields import shown
+from ep_moe.serving.formats import ResponseFormat, Schema, StructuredOutputs
 from ep_moe.serving.scheduler import BadRequestError
 
 MOST_STOPS = 16
 MOST_CHOICES = 128  # n
 MOST_BIASES = 1024  # tokens of logit_bias
 MOST_FIELDS = 2048  # of an object in a request's body, more than any has: logit_bias has the most
+# other names of parts of `structured_outputs`
+ALIASES = {
+    **{f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")},
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+}
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # only as an escape can half a pair be in UTF-8
 
 _Stop = Annotated[str, Field(min_length=1)]
@@ -39,11 +47,10 @@ UNUSED = {
 # parameters that are not served, with the values besides null that ask for nothing
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("audio", "allowed_token_ids", "chat_template", "custom_logit_processor", "custom_params"), ()),
-    **dict.fromkeys(("data_parallel_rank", "ebnf", "extra_key", "guided_choice", "guided_decoding_backend"), ()),
-    **dict.fromkeys(("guided_grammar", "guided_json", "guided_regex", "guided_whitespace_pattern", "input_ids"), ()),
-    **dict.fromkeys(("json_schema", "kv_transfer_params", "lora_path", "mm_processor_kwargs", "prediction"), ()),
-    **dict.fromkeys(("prompt_embeds", "reasoning_effort", "regex", "session_params", "stop_regex"), ()),
-    **dict.fromkeys(("structured_outputs", "thinking_token_budget", "truncate_prompt_tokens", "vllm_xargs"), ()),
+    **dict.fromkeys(("data_parallel_rank", "extra_key", "guided_decoding_backend", "input_ids"), ()),
+    **dict.fromkeys(("kv_transfer_params", "lora_path", "mm_processor_kwargs", "prediction"), ()),
+    **dict.fromkeys(("prompt_embeds", "reasoning_effort", "session_params", "stop_regex"), ()),
+    **dict.fromkeys(("thinking_token_budget", "truncate_prompt_tokens", "vllm_xargs"), ()),
     **dict.fromkeys(("web_search_options",), ()),
     **dict.fromkeys(("bad_words", "documents", "functions", "logits_processors", "tools"), ([],)),
     **dict.fromkeys(
@@ -56,7 +63,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "priority": (0,),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
@@ -129,6 +135,16 @@ class _Request(_Body):
     frequency_penalty: _Penalty = 0.0
     logit_bias: Annotated[dict[int, _Bias], Field(max_length=MOST_BIASES)] = {}
     prompt_logprobs: _Count | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
     best_of: int | None = None
     stream: bool = False
@@ -158,8 +174,32 @@ class _Request(_Body):
         Each endpoint has its own parameters for it."""
         return None
 
-    def sampling(self, seed: int) -> Sampling:
-        """How the tokens of a choice are chosen."""
+    def grammar(self) -> tuple[str, str]:
+        """The parameter that asks for a grammar, and llguidance's text of it; ("", "") for none. Errors:
+        BadRequestError."""
+        found: list[tuple[str, str]] = []
+        for name, value in (
+            ("response_format", self.response_format),
+            ("structured_outputs", self.structured_outputs),
+            *((name, StructuredOutputs(**{kind: getattr(self, name)})) for name, kind in ALIASES.items()),
+        ):
+            try:
+                if isinstance(value, ResponseFormat):
+                    found += [(name, text) for text in [value.grammar()] if text]
+                elif value is not None:
+                    found += [(name, text) for text in value.grammars(self.guided_whitespace_pattern)]
+            except BadRequestError as error:
+                raise BadRequestError(f"{name}: {error}", name) from None
+        if len(found) > 1:
+            raise BadRequestError(f"{found[0][0]} and {found[1][0]} ask for two grammars", found[1][0])
+        return found[0] if found else ("", "")
+
+    def sampling(self, seed: int, grammar: str = "") -> Sampling:
+        """How the tokens of a choice are chosen.
+
+        Args:
+            grammar: of its text.
+        """
         return Sampling(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -173,6 +213,7 @@ class _Request(_Body):
             min_tokens=self.min_tokens,
             stop_ids=tuple(self.stop_token_ids),
             ignore_end=self.ignore_eos,
+            grammar=grammar,
             logprobs=self.num_logprobs,
             prompt_logprobs=self.prompt_logprobs,
         )
@@ -206,9 +247,9 @@ class CompletionRequest(_Request):
         """See `_Request`."""
         return self.logprobs
 
-    def sampling(self, seed: int) -> Sampling:
+    def sampling(self, seed: int, grammar: str = "") -> Sampling:
         """See `_Request`; an echo has the log-probabilities of the prompt too."""
-        found = super().sampling(seed)
+        found = super().sampling(seed, grammar)
         if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
             found = dataclasses.replace(found, prompt_logprobs=self.logprobs)
         return found

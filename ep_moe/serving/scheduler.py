@@ -29,7 +29,7 @@ from ep_moe.engines.transformers.decoding.passes import (
 from ep_moe.engines.transformers.decoding.sequences import BROKEN, MOST_END_IDS, NONE
 from ep_moe.fields import shown
 
-STOP, LENGTH = "stop", "length"  # why a sequence has ended: its end token, or max_new_tokens
+STOP, LENGTH = "stop", "length"  # why a sequence has ended: its end token or its grammar's end, or max_new_tokens
 MOST_SEED = 2**63
 
 
@@ -53,6 +53,10 @@ class NotFiniteError(RuntimeError):
     """A generation that ended because the model's logits were not finite."""
 
 
+class GrammarError(RuntimeError):
+    """A generation that ended because its grammar cannot be followed further."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Generation:
     """A sequence that a client asks for; fields as in `RowStart`. max_new_tokens None: as many as fit."""
@@ -70,7 +74,7 @@ class Progress:
         logprobs: of these tokens, if asked for. prompt_logprobs: of the prompt's tokens but the first, if asked for: as
             they are computed, before the first new token or with it.
         finish: "" while it goes on; else STOP or LENGTH.
-        error: what ended it instead, with `finish` "": NotFiniteError, or what ended the server.
+        error: what ended it instead, with `finish` "": NotFiniteError, GrammarError, or what ended the server.
     """
 
     tokens: tuple[int, ...] = ()
@@ -89,7 +93,7 @@ class Limits:
         max_prefill_tokens: M, of all prompts in one prefill of a rank. max_waiting: generations without a row.
         passes_per_plan: the most decode passes per scheduling step.
         vocab_size: of the model's input embedding. end_ids: tokens that end a sequence.
-        owners: the rank of each expert.
+        owners: the rank of each expert. no_grammars: why sequences cannot have a grammar, "" if they can.
     """
 
     num_ranks: int
@@ -101,6 +105,7 @@ class Limits:
     vocab_size: int
     end_ids: tuple[int, ...] = ()
     owners: tuple[int, ...] = ()
+    no_grammars: str = ""
 
     @property
     def longest_prompt(self) -> int:
@@ -377,8 +382,14 @@ class Scheduler:
                 found.append((sequence.ticket, Progress(error=NotFiniteError(not_finite()))))
                 continue
             sequence.num_made += len(new)
+            why = made[rank].ended.get(column)
+            if why:
+                self._end(sequence)
+                found.append((sequence.ticket, Progress(error=GrammarError(f"the grammar cannot be followed: {why}"))))
+                continue
+            ends = why is not None or (bool(new) and new[-1] in self._ends(sequence))
             is_whole = sequence.num_made == sequence.start.max_new_tokens
-            finish = STOP if new and new[-1] in self._ends(sequence) else LENGTH if is_whole else ""
+            finish = STOP if ends else LENGTH if is_whole else ""
             if finish:
                 self._end(sequence)
             logprobs = tuple(made[rank].logprobs.get(column, ())[: len(new)])

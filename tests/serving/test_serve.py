@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import http.client
 import json
 import os
@@ -135,6 +136,40 @@ def test_answers_are_what_generate_says(server: Server, expected: list[str]) -> 
     assert chunks[-2].choices[0].finish_reason == "length"
     assert chunks[-1].usage.total_tokens == len(PROMPTS[1]) + NEW_TOKENS
     assert [model.id for model in client.models.list()] == ["ep-moe"]
+
+
+def test_answers_have_the_formats_that_were_asked_for(server: Server) -> None:
+    """Two choices of a regular expression beside a stream that keeps to a schema; a keyword that is not known."""
+    pytest.importorskip("llguidance")
+    client = server.client.with_options(timeout=120)
+    chat = functools.partial(
+        client.chat.completions.create, model="ep-moe", messages=[{"role": "user", "content": "x"}]
+    )
+    leaf = {"type": "object", "properties": {"a": {"enum": ["\N{GREEK SMALL LETTER ALPHA}", 1]}}, "required": ["a"]}
+    schema = leaf | {"properties": {"a": {"type": "array", "items": leaf, "minItems": 1, "maxItems": 2}}}
+    for each in (schema, leaf):
+        each["additionalProperties"] = False
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    stream = chat(response_format=wanted, max_tokens=300, stream=True)
+    more = {"regex": "[a-f]{3}-[0-9]{2}", "guided_json": None}
+    prompt = "In the beginning God "
+    answer = client.completions.create(model="", prompt=prompt, n=2, logprobs=1, seed=5, extra_body=more)
+    for choice in answer.choices:
+        assert re.fullmatch("[a-f]{3}-[0-9]{2}", choice.text)
+        assert (choice.finish_reason, len(choice.logprobs.tokens)) == ("stop", 6)
+    assert answer.choices[0].text != answer.choices[1].text
+    parts = [chunk.choices[0] for chunk in stream]
+    assert parts[-1].finish_reason == "stop"
+    found = json.loads("".join(part.delta.content or "" for part in parts))
+    assert [len(found), {each["a"] for each in found["a"]} <= {"\N{GREEK SMALL LETTER ALPHA}", 1}] == [1, True]
+    left = chat(response_format={"type": "json_object"}, max_tokens=400, stream=True)
+    next(iter(left))
+    left.close()
+    schema["properties"]["a"]["uniqueItems"] = True
+    with pytest.raises(openai.BadRequestError, match=r"response_format cannot be served: Unimplemented keys: ..uniq"):
+        chat(response_format=wanted)
+    while server.running():
+        time.sleep(0.05)
 
 
 def test_stop_strings_and_seeds(server: Server, expected: list[str]) -> None:

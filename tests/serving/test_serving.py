@@ -514,7 +514,7 @@ def served(
     rows: type[FakeRows] = FakeRows,
     more: Mapping[str, Any] = {},
     wrap: Callable[[Any], Any] = lambda app: app,
-    **limits: int,
+    **limits: Any,
 ) -> Iterator[tuple[TestClient, Leader]]:
     """A client of the application, with fake rows of one rank behind it."""
     few = dataclasses.replace(LIMITS, num_ranks=1, **limits)
@@ -614,9 +614,9 @@ REFUSED: dict[str, tuple[str, Any, int, str]] = {
     ),
     "schema": (
         "chat/completions",
-        CHAT | {"response_format": {"type": "json_schema", "json_schema": {}}},
+        CHAT | {"response_format": {"type": "xml"}},
         400,
-        "response_format ({'type': 'json_schema', 'json_schema': {}}) is not served, it may be",
+        "response_format.type ('xml'): Input should be 'text', 'json_object' or 'json_schema'",
     ),
     "image": (
         "chat/completions",
@@ -691,6 +691,15 @@ def test_what_asks_for_nothing_changes_nothing(tokenizer: Any) -> None:
         assert said["usage"]["prompt_tokens"] == len("so hi!")
         tokens = client.post("/tokenize", json={"messages": turns["messages"]}).json()
         assert (tokens["count"], bytes(tokens["tokens"])) == (5, b"so hi")
+
+
+def test_formats_without_their_library_are_refused(tokenizer: Any) -> None:
+    with served(tokenizer, no_grammars="install: pip install 'ep-moe[json]'") as (client, _):
+        for asked in ({"response_format": {"type": "json_object"}}, {"ebnf": 'root ::= "a"'}, {"regex": "a"}):
+            error = client.post("/v1/completions", json={"prompt": "a", **asked}).json()["error"]
+            [name] = asked
+            wanted = f"{name} cannot be served: install: pip install 'ep-moe[json]'"
+            assert (error["type"], error["param"], error["message"]) == ("invalid_request_error", name, wanted)
 
 
 def test_logprobs_echo_and_several_choices(tokenizer: Any) -> None:

@@ -1,10 +1,10 @@
-"""What some sequences ask for besides a token: penalties, biases, a least length, log-probabilities.
+"""What some sequences ask for besides a token: penalties, biases, a least length, a grammar, log-probabilities.
 
 Passes compute it for all their rows if one of them asks; for the others the adjustments change no bit of a logit.
-Letters: B rows, V vocabulary, E end tokens of a row.
+Letters: B rows, V vocabulary, W words of 32 bits for V, E end tokens of a row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -28,6 +28,9 @@ class Adjustments:
         self._bias = torch.zeros(rows, vocab_size, device=device)
         # repetition, presence and frequency penalty, [3, B]
         self._penalties = torch.tensor([1.0, 0.0, 0.0], device="cpu").to(device)[:, None].repeat(1, rows)
+        # the tokens that a row's grammar allows, a bit each
+        self._allowed = torch.full((rows, -(-vocab_size // 32)), -1, dtype=torch.int32, device=device)
+        self._bits = torch.arange(32, dtype=torch.int32, device=device)
         self._may_end = torch.zeros(rows, dtype=torch.int64, device=device)  # once so few new tokens are left
         self._top = min(MOST_LOGPROBS, vocab_size)
         self._values = torch.zeros(steps, rows, self._top + 1, device=device)  # of the token, then of the likeliest
@@ -38,6 +41,7 @@ class Adjustments:
         here = slice(starts[0].row, starts[0].row + len(starts))
         for tensor in (self._seen, self._counts, self._bias):
             tensor[here].zero_()
+        self._allowed[here].fill_(-1)
         each = [start.sampling for start in starts]
         penalties = [[s.repetition_penalty, s.presence_penalty, s.frequency_penalty] for s in each]
         self._penalties[:, here].copy_(torch.tensor(penalties, device="cpu").T, non_blocking=True)
@@ -54,6 +58,11 @@ class Adjustments:
                 added = torch.tensor(values, device="cpu", dtype=torch.float32).to(device, non_blocking=True)
                 self._bias[start.row].index_copy_(0, place, added)
 
+    def allow(self, masks: Mapping[int, torch.Tensor]) -> None:
+        """Set the tokens that rows may take next, [W] int32 each on the host, until the next call. Local."""
+        for row, mask in masks.items():
+            self._allowed[row].copy_(mask)
+
     def apply(self, logits: torch.Tensor, here: slice, left: torch.Tensor, end_ids: torch.Tensor) -> torch.Tensor:
         """The adjusted logits of the rows `here`, [B', V] float32.
 
@@ -66,7 +75,9 @@ class Adjustments:
         logits = torch.where(self._seen[here], repeated, logits) - frequency * counts - presence * (counts > 0)
         banned = (left > self._may_end[here])[:, None] & (end_ids >= 0)
         added = torch.zeros_like(end_ids, dtype=torch.float32).masked_fill(banned, float("-inf"))
-        return (logits + self._bias[here]).scatter_add(1, end_ids.clamp(min=0), added)
+        logits = (logits + self._bias[here]).scatter_add(1, end_ids.clamp(min=0), added)
+        allowed = (self._allowed[here, :, None] >> self._bits & 1).flatten(1)[:, : logits.shape[1]]
+        return logits.masked_fill(allowed == 0, float("-inf"))
 
     def record(self, logits: torch.Tensor, here: slice, step: torch.Tensor, chosen: torch.Tensor) -> None:
         """Count the chosen tokens, and keep their log-probabilities for `read`.

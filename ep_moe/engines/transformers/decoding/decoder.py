@@ -25,6 +25,7 @@ from ep_moe.engines.transformers.decoding.adjust import MOST_PROMPT_LOGITS, prom
 from ep_moe.engines.transformers.decoding.attention import grouped_attention
 from ep_moe.engines.transformers.decoding.finite import check_finite, first_not_finite
 from ep_moe.engines.transformers.decoding.fixed_cache import FixedCache, windows_of
+from ep_moe.engines.transformers.decoding.grammars import RowGrammars
 from ep_moe.engines.transformers.decoding.options import GenerationOptions, check_prompts
 from ep_moe.engines.transformers.decoding.passes import (
     LEAST_CAPACITY,
@@ -452,13 +453,21 @@ class RowDecoder:
         num_rows, num_positions: the most at any time; the same on all ranks.
         end_ids: tokens that end a sequence; the end token is the last one of its row.
         graphs: replay decode passes as CUDA graphs, captured at their first use.
+        grammars: for sequences with a grammar.
     It takes the place of the model's decoder, whose memory is freed: a `RowDecoder` before it ends.
     Errors: ValueError for too many end_ids; RuntimeError for a model that computes NaN; those of a lack of memory, at
     once. Collective.
     """
 
     def __init__(
-        self, model: Model, *, num_rows: int, num_positions: int, end_ids: tuple[int, ...], graphs: bool
+        self,
+        model: Model,
+        *,
+        num_rows: int,
+        num_positions: int,
+        end_ids: tuple[int, ...],
+        graphs: bool,
+        grammars: RowGrammars | None = None,
     ) -> None:
         GenerationOptions(max_new_tokens=1, end_ids=end_ids)  # checks them
         session: Session = model.ep_moe
@@ -472,6 +481,7 @@ class RowDecoder:
         self._decoder.prepare(num_rows, num_positions, sampled=True)
         self._decoder.make_transport(model, num_rows)
         self._decoder.sequences.end_all(end_ids)
+        self._decoder.sequences.grammars = grammars
         everywhere = session.group.num_ranks
         first, none = RowStart(row=0, prompt=(0,), max_new_tokens=2, sampling=Sampling(logprobs=0)), ((),) * everywhere
         with first_not_finite(model) as name:  # allocates and compiles
@@ -494,6 +504,8 @@ class RowDecoder:
         live = decoder.sequences.live
         if plan.ended[rank]:
             live[torch.tensor(plan.ended[rank], device=live.device)] = False
+            if decoder.sequences.grammars is not None:
+                decoder.sequences.grammars.drop(plan.ended[rank])
         for start in plan.starts[rank]:
             self._prompts[start.row] = Chunk(start, 0, 0)
             self._wanted.pop(start.row, None)
@@ -506,8 +518,31 @@ class RowDecoder:
             decoder.capture_pass(model, plan.shapes[rank])
             self._captured |= wanted
         shape = plan.shapes[rank]
-        tokens = decoder.decode(model, plan.passes, shape).tolist()
-        return RowsMade(tokens=tokens, logprobs=self._logprobs(plan.passes) if shape.adjusted else {})
+        if not decoder.sequences.grammars:
+            return self._decode(plan.passes, shape)
+        parts = [self._decode(1, shape) for _ in range(plan.passes)]  # a grammar follows a token before the next pass
+        return RowsMade(
+            tokens=[step for part in parts for step in part.tokens],
+            logprobs={row: [each for part in parts for each in part.logprobs[row]] for row in parts[0].logprobs},
+            ended={row: why for part in parts for row, why in part.ended.items()},
+        )
+
+    def _decode(self, passes: int, shape: Shape) -> RowsMade:
+        tokens = self._decoder.decode(self._model, passes, shape).tolist()
+        ended = self._follow(dict(enumerate(tokens[-1])))
+        return RowsMade(tokens=tokens, logprobs=self._logprobs(passes) if shape.adjusted else {}, ended=ended)
+
+    def _follow(self, tokens: dict[int, int]) -> dict[int, str]:
+        """Go on in the grammars of rows by their new tokens; returns the rows that these end, and why."""
+        sequences = self._decoder.sequences
+        if not sequences.grammars:
+            return {}
+        assert sequences.adjustments is not None
+        masks, ended = sequences.grammars.follow(tokens)
+        sequences.adjustments.allow(masks)
+        if ended:
+            sequences.live[torch.tensor(list(ended), device=sequences.live.device)] = False
+        return ended
 
     def _prefill(self, sizes: Sequence[tuple[int, int]]) -> RowsMade:
         chunks = [self._next_chunk(row, size) for row, size in sizes]
@@ -526,10 +561,12 @@ class RowDecoder:
                 if start.sampling.logprobs is not None:
                     self._wanted[start.row] = start.sampling.logprobs
         found = self._logprobs(1) if any(row in self._wanted for row in new.values()) else {}
+        ended = self._follow({row: made[row] for row in new.values()})
         return RowsMade(
             tokens=[[made[new[place]] if place in new else NONE for place in range(len(chunks))]],
             logprobs={place: found[row] for place, row in new.items() if row in found},
             prompts=prompts,
+            ended={place: ended[row] for place, row in new.items() if row in ended},
         )
 
     def _next_chunk(self, row: int, size: int) -> Chunk:

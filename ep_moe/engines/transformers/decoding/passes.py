@@ -39,9 +39,9 @@ def bucket_of(number: int, least: int = 1) -> int:
 class Sampling:
     """How the tokens of a sequence are chosen, and what is returned besides.
 
-    Logits are adjusted first: penalties, `logit_bias`, `min_tokens`. Then they are divided by the temperature, and a
-    token is drawn among those that `min_p`, `top_k` and `top_p` leave, in this order, each on the probabilities that
-    the one before has left.
+    Logits are adjusted first: penalties, `logit_bias`, `min_tokens`, `grammar`. Then they are divided by the
+    temperature, and a token is drawn among those that `min_p`, `top_k` and `top_p` leave, in this order, each on the
+    probabilities that the one before has left.
 
     Args:
         temperature: 0 takes the likeliest token. top_p: in (0, 1]; the likeliest tokens that together reach it.
@@ -54,6 +54,7 @@ class Sampling:
         logit_bias: (token, added to its logit) pairs.
         min_tokens: before so many new tokens no token ends the sequence. stop_ids: tokens that end it besides the
             model's own. ignore_end: the model's own do not.
+        grammar: of the text, as `ep_moe.grammar` reads it; "" for any text.
         logprobs: log-probabilities of each new token and of so many likeliest ones beside it, before any adjustment;
             None for none. prompt_logprobs: the same of the prompt's tokens.
     """
@@ -70,6 +71,7 @@ class Sampling:
     min_tokens: int = 0
     stop_ids: tuple[int, ...] = ()
     ignore_end: bool = False
+    grammar: str = ""
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
@@ -77,7 +79,7 @@ class Sampling:
     def adjusted(self) -> bool:
         """Whether passes adjust its logits or keep its log-probabilities."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
-        return penalties or bool(self.logit_bias) or self.min_tokens > 0 or self.logprobs is not None
+        return penalties or bool(self.logit_bias or self.grammar) or self.min_tokens > 0 or self.logprobs is not None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,12 +118,14 @@ class RowsMade:
             logits are not finite, which ends it; of a plan with chunks [1][chunk], NONE before the last of a prompt.
         logprobs: of the rows (or chunks) that asked for them, of each pass.
         prompts: of the chunks that asked for them, of the prompt's tokens behind each of the chunk's.
+        ended: rows (or chunks) whose grammar ends them behind these tokens: "" for a complete text, else what is wrong.
         load: [layer][expert], this rank's tokens that went to each expert so far; empty if not asked for.
     """
 
     tokens: list[list[int]]
     logprobs: dict[int, list[Logprob]] = dataclasses.field(default_factory=dict)
     prompts: dict[int, list[Logprob]] = dataclasses.field(default_factory=dict)
+    ended: dict[int, str] = dataclasses.field(default_factory=dict)
     load: list[list[int]] = dataclasses.field(default_factory=list)
 
 

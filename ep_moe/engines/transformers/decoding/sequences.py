@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ep_moe.engines.transformers.decoding.adjust import Adjustments
+from ep_moe.engines.transformers.decoding.grammars import RowGrammars
 from ep_moe.engines.transformers.decoding.passes import RowStart
 
 MOST_END_IDS = 16  # of a model, and as many of a sequence
@@ -88,6 +89,7 @@ class Sequences:
         self.made = torch.full((steps, rows), NONE, dtype=torch.int64, device=device)  # by pass; NONE for other rows
         self.step = torch.zeros(1, dtype=torch.int64, device=device)  # the row of `made` that the next pass writes
         self.adjustments: Adjustments | None = None  # made by the first sequence that asks for any
+        self.grammars: RowGrammars | None = None  # of rows that may have one
         self._model_ends: tuple[int, ...] = ()
         self._ordinals = torch.arange(1, rows + 1, device=device)
 
@@ -135,6 +137,9 @@ class Sequences:
             self.adjustments = Adjustments(rows, steps, vocab_size, self.tokens.device)
         if self.adjustments is not None:
             self.adjustments.begin(starts)
+            if self.grammars is not None:
+                masks = {start.row: self.grammars.begin(start) for start in starts}
+                self.adjustments.allow({row: mask for row, mask in masks.items() if mask is not None})
 
     def advance(self, logits: torch.Tensor, *, sampled: bool, adjusted: bool = False, first: int = 0) -> None:
         """Choose the next token of each live row in [first, first + B'), and move these rows on by one position.
