@@ -6,6 +6,7 @@ Nothing here imports torch, so that this process starts at once.
 """
 
 import collections
+import contextlib
 import importlib.util
 import json
 import os
@@ -48,7 +49,9 @@ class Vocabulary:
         copied.no_padding()
         copied.no_truncation()
         copied.add_special_tokens([AddedToken(_END, special=True)])
-        self.text, self.end = copied.to_str(), int(copied.token_to_id(_END))
+        end = copied.token_to_id(_END)
+        assert end is not None
+        self.text, self.end = copied.to_str(), end
 
 
 class Compiler:
@@ -109,7 +112,8 @@ class Checker:
         """End the process."""
         if self._process is not None:
             self._process.kill()
-            self._process.communicate()
+            with contextlib.suppress(BrokenPipeError):
+                self._process.communicate()
             self._process = None
 
     def _ask(self, grammar: str) -> str:
@@ -135,8 +139,9 @@ class Checker:
     def _send(self, message: Any) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(message).encode() + b"\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # the process has ended, as reading from it tells
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
 
 
 def is_installed() -> bool:

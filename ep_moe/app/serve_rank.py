@@ -117,7 +117,10 @@ def _num_positions(model: Model, config: ServeConfig) -> int:
 
 def serve_front_main(listener: socket.socket, ranks: Connection, engine: EngineConfig, config: ServeConfig) -> None:
     """The front end: serve once rank 0 has sent the limits, until it closes its end or sends an error. Local."""
-    from ep_moe.serving.http import Service, run_beside  # ranks do without these packages
+    from transformers import AutoConfig
+
+    from ep_moe.serving.answers import response_template  # ranks do without these packages
+    from ep_moe.serving.http import Service, run_beside
     from ep_moe.serving.metrics import Metrics
 
     tokenizer = load_tokenizer(engine)
@@ -135,6 +138,7 @@ def serve_front_main(listener: socket.socket, ranks: Connection, engine: EngineC
         metrics=Metrics(leader),
         keys=config.read_keys(),
         origins=config.origins,
+        response_template=response_template(tokenizer, AutoConfig.from_pretrained(model_dir(engine))),
     )
     signal.signal(signal.SIGTERM, lambda number, frame: leader.drain(config.drain_secs))
     with contextlib.suppress(ServerEndedError), run_beside(service, listener, leader.close):

@@ -104,8 +104,16 @@ def guided(schema: Any, whitespace: str | None = None) -> Any:
     return schema | {"x-guidance": spaces}
 
 
+def text_of(value: Any) -> str:
+    """JSON. Errors: BadRequestError for a value that is nested too deeply."""
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        raise BadRequestError("the schema is nested too deeply") from None
+
+
 def _grammar(**content: Any) -> str:
-    return json.dumps({"grammars": [content]}, ensure_ascii=False)
+    return text_of({"grammars": [content]})
 
 
 def _quoted(regex: str) -> str:

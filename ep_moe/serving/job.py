@@ -15,13 +15,15 @@ from jinja2 import TemplateError
 from ep_moe.engines.transformers.decoding.passes import Logprob, Sampling
 from ep_moe.fields import shown
 from ep_moe.grammar import Checker, Vocabulary
+from ep_moe.serving.answers import REASONING, AnswerParser, calls_grammar, message_of
 from ep_moe.serving.core import Leader
 from ep_moe.serving.metrics import Metrics
 from ep_moe.serving.protocol import ChatRequest, CompletionRequest, TokenizeChatRequest, parse, usage
-from ep_moe.serving.scheduler import LENGTH, MOST_SEED, BadRequestError, Generation
+from ep_moe.serving.scheduler import LENGTH, MOST_SEED, STOP, BadRequestError, Generation
 from ep_moe.serving.text import Piece, TextStream, Tokenizer, stream_texts
 
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions; a chat goes on up to the last position
+TOOL_CALLS = "tool_calls"  # why an answer has ended: it calls functions
 LEAST_LOGPROB = -9999.0  # in place of minus infinity, which JSON has not; vLLM's number
 _PART = "\ufffd"  # what tokenizers make of a part of a character
 
@@ -44,6 +46,7 @@ class Service:
         name: of the model, which requests may give. tokenizer: of transformers.
         keys: one of which a request must bring, unless there are none.
         origins: whose pages may ask from a browser; ("*",) for all.
+        response_template: how the model writes the parts of an answer, None if it is not known.
     """
 
     leader: Leader
@@ -52,6 +55,7 @@ class Service:
     metrics: Metrics
     keys: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
+    response_template: dict[str, Any] | None = None
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     @functools.cached_property
@@ -100,6 +104,8 @@ class Service:
             raise BadRequestError(f"model {self.name!r} has no chat template; use /v1/completions", "messages")
         try:
             text = request.text(self.tokenizer)
+        except BadRequestError:
+            raise
         except Exception as error:  # noqa: BLE001 - a template may do anything with what a client sends
             what = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
             raise BadRequestError(f"the model's chat template refuses these messages: {what}", "messages") from None
@@ -158,11 +164,21 @@ class Job:
         self._prompt_tokens = sum(map(len, prompts))
         seed = secrets.randbits(63) if self._request.seed is None else self._request.seed
         self._grammar_param, self._grammar = self._request.grammar()
+        parsers: list[AnswerParser | None] = [None] * (len(prompts) * self._request.n)
+        if isinstance(self._request, ChatRequest):
+            parsers = [self._parser(self._request, prompts[0]) for _ in parsers]
+            self._require_calls(self._request, parsers[0])
         if self._grammar and service.leader.limits.no_grammars:
             reason = service.leader.limits.no_grammars
             raise BadRequestError(f"{self._grammar_param} cannot be served: {reason}", self._grammar_param)
         self._choices = [
-            _Choice(service, self._request, prompt, self._request.sampling(_next_seed(seed, index), self._grammar))
+            _Choice(
+                service,
+                self._request,
+                prompt,
+                self._request.sampling(_next_seed(seed, index), self._grammar),
+                parsers[index],
+            )
             for prompt in prompts
             for index in range(self._request.n)
         ]
@@ -198,6 +214,46 @@ class Job:
             for prompt in prompts
         ]
 
+    def _parser(self, request: ChatRequest, prompt: tuple[int, ...]) -> AnswerParser | None:
+        """Of an answer's parts; None if it is content as it is."""
+        service, calls = self._service, bool(request.tools) and request.tool_choice != "none"
+        if calls and self._grammar:
+            raise BadRequestError(
+                f"tools (with tool_choice {shown(request.tool_choice)}) and {self._grammar_param} exclude each other",
+                "tools",
+            )
+        if self._grammar or not (calls or request.separate_reasoning):
+            return None
+        if service.response_template is None:
+            if calls:
+                raise BadRequestError(
+                    f"tools cannot be served, unless tool_choice is 'none': how model {service.name!r} writes calls is "
+                    f"not known, its tokenizer has no response template",
+                    "tools",
+                )
+            return None
+        return AnswerParser(
+            service.tokenizer,
+            service.response_template,
+            service.text_of(prompt),
+            [tool.for_template() for tool in request.tools],
+            most_calls=0 if not calls else 1 if request.one_call else None,
+        )
+
+    def _require_calls(self, request: ChatRequest, parser: AnswerParser | None) -> None:
+        """Set the grammar of an answer that must call a function."""
+        if request.must_call:
+            assert parser is not None
+            assert self._service.response_template is not None
+            self._grammar_param = "tool_choice"
+            self._grammar = calls_grammar(
+                self._service.response_template,
+                request.must_call,
+                self._service.tokenizer,
+                in_reasoning=parser.in_reasoning,
+                one_call=request.one_call,
+            )
+
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
         """(choice, piece) pairs of all sequences, as they come."""
         service, counts = self._service, [0] * len(self._choices)
@@ -231,8 +287,11 @@ class Job:
             parts[index].append(self._choices[index].part(piece))
         choices = []
         for index, found in enumerate(parts):
-            text = "".join(part["text"] for part in found)
-            content = {"message": {"role": "assistant", "content": text}} if self._kind.chat else {"text": text}
+            content: dict[str, Any] = {}
+            if self._kind.chat:
+                content["message"] = message_of([part["delta"] for part in found])
+            else:
+                content["text"] = "".join(part["text"] for part in found)
             more = {key: part[key] for part in found for key in ("prompt_logprobs",) if key in part}
             last = found[-1]["finish_reason"]
             joined = _joined([part["logprobs"] for part in found])
@@ -252,17 +311,19 @@ class Job:
             for index in range(len(self._choices)):
                 delta = {"role": "assistant", "content": ""}
                 yield self._chunk([{"index": index, "delta": delta, "finish_reason": None}])
-        yield self._part(*first)
+        for chunk in self._part(*first):
+            yield chunk
         async for index, piece in pieces:
-            yield self._part(index, piece)
+            for chunk in self._part(index, piece):
+                yield chunk
         if self._request.includes_usage:
             yield self._chunk([], self._usage())
 
-    def _part(self, index: int, piece: Piece) -> dict[str, Any]:
+    def _part(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+        """The chunk of a piece; none if it says nothing, as within a tool call."""
         part = self._choices[index].part(piece)
-        if self._kind.chat:
-            part["delta"] = {"content": part.pop("text")}
-        return self._chunk([{"index": index} | part])
+        silent = part.get("delta") == {} and part["logprobs"] is None and part["finish_reason"] is None
+        return [] if silent else [self._chunk([{"index": index} | part])]
 
     def _chunk(self, choices: list[dict[str, Any]], total: dict[str, int] | None = None) -> dict[str, Any]:
         more: dict[str, Any] = {"usage": total} if self._request.includes_usage else {}
@@ -273,9 +334,14 @@ class _Choice:
     """One sequence of a request, and how its pieces are answered."""
 
     def __init__(
-        self, service: Service, request: CompletionRequest | ChatRequest, prompt: tuple[int, ...], sampling: Sampling
+        self,
+        service: Service,
+        request: CompletionRequest | ChatRequest,
+        prompt: tuple[int, ...],
+        sampling: Sampling,
+        parser: AnswerParser | None,
     ) -> None:
-        self._service, self._request = service, request
+        self._service, self._request, self._parser = service, request, parser
         self._chat = isinstance(request, ChatRequest)
         self._silent = False  # no new token is wanted: one is made, and not shown
         most = service.leader.most_new_tokens(prompt)
@@ -286,13 +352,18 @@ class _Choice:
             self._silent = wanted == 0
             wanted = max(wanted, 1)
         self.generation = Generation(prompt=prompt, max_new_tokens=wanted, sampling=sampling)
-        self.text = TextStream(service.tokenizer, request.stops, () if self._chat else prompt)
+        self.text = TextStream(
+            service.tokenizer,
+            request.stops,
+            () if self._chat else prompt,
+            hidden=service.leader.limits.end_ids if parser else None,
+        )
         self.num_tokens = 0
         self._first = True
         self._chars = 0  # of the tokens before, for text_offset
 
     def part(self, piece: Piece) -> dict[str, Any]:
-        """`text`, `logprobs` and `finish_reason` of a piece, and `prompt_logprobs` of the first."""
+        """`text` or a chat's `delta`, `logprobs` and `finish_reason` of a piece, and `prompt_logprobs` of the first."""
         text, logprobs = piece.text, list(piece.logprobs)
         if self._silent:
             piece = dataclasses.replace(piece, num_tokens=0, finish=LENGTH)
@@ -304,13 +375,27 @@ class _Choice:
         if first and not self._chat and self._request.echo:
             text = self._service.text_of(prompt).rstrip(_PART) + text
             before = list(zip(prompt, (None, *piece.prompt_logprobs), strict=False))
-        found: dict[str, Any] = {"text": text, "logprobs": None, "finish_reason": piece.finish or None}
+        content = self._delta(text, last=bool(piece.finish)) if self._chat else {"text": text}
+        called = self._parser is not None and self._parser.has_calls and piece.finish == STOP
+        found: dict[str, Any] = content | {
+            "logprobs": None,
+            "finish_reason": TOOL_CALLS if called else piece.finish or None,
+        }
         if self._request.num_logprobs is not None:
             found["logprobs"] = self._chat_logprobs(logprobs) if self._chat else self._logprobs([*before, *logprobs])
         if first and self._request.prompt_logprobs is not None:
             entries = zip(prompt[1:], piece.prompt_logprobs, strict=True)
             found["prompt_logprobs"] = [None, *(self._ranked(token, each) for token, each in entries)]
         return found
+
+    def _delta(self, text: str, *, last: bool) -> dict[str, Any]:
+        """What a piece of a chat's text adds to the message."""
+        if self._parser is None:
+            return {"delta": {"content": text}}
+        delta = self._parser.push(text, last=last)
+        if isinstance(self._request, ChatRequest) and not self._request.include_reasoning:
+            delta.pop(REASONING, None)
+        return {"delta": delta}
 
     @functools.cached_property
     def _token_text(self) -> Any:

@@ -23,6 +23,7 @@ from ep_moe.serving.scheduler import BadRequestError
 MOST_STOPS = 16
 MOST_CHOICES = 128  # n
 MOST_BIASES = 1024  # tokens of logit_bias
+MOST_TOOLS = 128
 MOST_FIELDS = 2048  # of an object in a request's body, more than any has: logit_bias has the most
 # other names of parts of `structured_outputs`
 ALIASES = {
@@ -41,8 +42,8 @@ _Bias = Annotated[float, Field(ge=-100, le=100)]
 
 # parameters that change nothing here
 UNUSED = {
-    *("cache_salt", "include_reasoning", "metadata", "prompt_cache_key", "prompt_cache_retention", "request_id"),
-    *("rid", "safety_identifier", "separate_reasoning", "stream_reasoning", "user"),
+    *("cache_salt", "metadata", "prompt_cache_key", "prompt_cache_retention", "request_id"),
+    *("rid", "safety_identifier", "user"),
 }
 # parameters that are not served, with the values besides null that ask for nothing
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -63,7 +64,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "priority": (0,),
+    "include_reasoning": (True, False),  # of completions
+    "separate_reasoning": (True, False),
     "service_tier": ("auto", "default"),
+    "stream_reasoning": (True,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "verbosity": ("medium",),
@@ -255,6 +259,53 @@ class CompletionRequest(_Request):
         return found
 
 
+def _arguments(value: Any) -> dict[str, Any]:
+    """The object of a call's arguments. Errors: ValueError."""
+    found = json.loads(value or "{}") if isinstance(value, str) else value
+    if not isinstance(found, dict):
+        raise ValueError("must be the text of a JSON object")
+    return found
+
+
+class Function(BaseModel):
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    """An element of `tools`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        """The tool as chat templates read it."""
+        return {"type": self.type, "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
+
+
+class _Named(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+
+
+class NamedTool(BaseModel):
+    """A function that `tool_choice` wants to be called."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["function"] = "function"
+    function: _Named
+
+
 class TextPart(BaseModel):
     """A part of a message's content."""
 
@@ -262,6 +313,29 @@ class TextPart(BaseModel):
 
     type: Literal["text"]
     text: str
+
+
+class CalledFunction(BaseModel):
+    """What a tool call of a message calls; `arguments` is the text of a JSON object."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    arguments: Annotated[Any, AfterValidator(_arguments)]
+
+
+class ToolCall(BaseModel):
+    """A tool call of an assistant's message."""
+
+    model_config = ConfigDict(extra="ignore")  # the index of a stream's chunks
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def for_template(self) -> dict[str, Any]:
+        """The call as chat templates read it: the arguments are an object."""
+        return self.model_dump()
 
 
 class Message(BaseModel):
@@ -275,7 +349,8 @@ class Message(BaseModel):
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: Literal[""] | None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
     function_call: None = None
     audio: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
@@ -291,7 +366,13 @@ class Message(BaseModel):
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         reasoning = self.reasoning_content if self.reasoning is None else self.reasoning
-        more = {"name": self.name, "reasoning_content": reasoning}
+        calls = [call.for_template() for call in self.tool_calls or ()] or None
+        more = {
+            "name": self.name,
+            "reasoning_content": reasoning,
+            "tool_calls": calls,
+            "tool_call_id": self.tool_call_id,
+        }
         return {"role": self.role, "content": text} | {key: value for key, value in more.items() if value is not None}
 
 
@@ -303,6 +384,7 @@ class _Templated(_Body):
     continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] = []
 
     @model_validator(mode="after")
     def _check_template(self) -> "_Templated":
@@ -319,13 +401,20 @@ class _Templated(_Body):
         return self
 
     def text(self, tokenizer: Any) -> str:
-        """The prompt. Errors: those of the template."""
+        """The prompt. Errors: BadRequestError for a template without tools; those of the template."""
+        text = self._text(tokenizer, [tool.for_template() for tool in self.tools] or None)
+        if self.tools and text == self._text(tokenizer, None):
+            raise BadRequestError("the model's chat template takes no tools", "tools")
+        return text
+
+    def _text(self, tokenizer: Any, tools: list[dict[str, Any]] | None) -> str:
         return str(
             tokenizer.apply_chat_template(
                 [message.for_template() for message in self.messages],
                 tokenize=False,
                 add_generation_prompt=self.add_generation_prompt,
                 continue_final_message=self.continue_final_message,
+                tools=tools,
                 **self.chat_template_kwargs,
             )
         )
@@ -338,6 +427,38 @@ class ChatRequest(_Templated, _Request):
     logprobs: bool = False
     top_logprobs: _Count = 0
     echo: Literal[False] = False
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
+    separate_reasoning: bool = True
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> "ChatRequest":
+        names = [tool.function.name for tool in self.tools]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise BadRequestError(f"tools has two functions {twice!r}", "tools")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            name = self.tool_choice.function.name
+            raise BadRequestError(f"tool_choice names {shown(name)}, which is no function of tools", "tool_choice")
+        if self.tool_choice == "required" and not names:
+            raise BadRequestError("tool_choice ('required') needs tools", "tool_choice")
+        return self
+
+    @property
+    def must_call(self) -> list[dict[str, Any]]:
+        """The functions of which the model must call one; none if it need not."""
+        functions = [tool.function for tool in self.tools]
+        if isinstance(self.tool_choice, NamedTool):
+            functions = [each for each in functions if each.name == self.tool_choice.function.name]
+        elif self.tool_choice != "required":
+            functions = []
+        return [each.model_dump() for each in functions]
+
+    @property
+    def one_call(self) -> bool:
+        """Whether at most one call is wanted."""
+        return not self.parallel_tool_calls or isinstance(self.tool_choice, NamedTool)
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> "ChatRequest":

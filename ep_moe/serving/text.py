@@ -2,7 +2,7 @@
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from typing import Any
 
 from ep_moe.engines.transformers.decoding.passes import Logprob
@@ -35,16 +35,23 @@ class Piece:
 class TextStream:
     """Decodes the tokens of one sequence, and ends it at a stop string, which is not part of the text.
 
-    Text is held back while it may be the beginning of a stop string, or of a character of several tokens. Special
-    tokens are left out.
+    Text is held back while it may be the beginning of a stop string, or of a character of several tokens.
 
     Args:
         prompt: the tokens that the sequence continues. They are not shown, but its text depends on them: a first space,
             or the rest of a character that they begin, which is shown whole. Empty for the answer of a chat.
+        hidden: special tokens are part of the text, but for these; None leaves out all special tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), prompt: Sequence[int] = ()) -> None:
-        self._tokenizer, self._stops = tokenizer, tuple(stops)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str] = (),
+        prompt: Sequence[int] = (),
+        *,
+        hidden: Collection[int] | None = None,
+    ) -> None:
+        self._tokenizer, self._stops, self._hidden = tokenizer, tuple(stops), hidden
         self._tokens: list[int] = []
         self._shown = 0  # tokens whose text is complete
         self._context = 0  # tokens before them that the decoding of the next ones depends on
@@ -83,7 +90,10 @@ class TextStream:
 
     def _text(self, tokens: Sequence[int]) -> str:
         # as it is: a clean-up of spaces would change text that has been shown
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        if self._hidden:
+            tokens = [token for token in tokens if token not in self._hidden]
+        special = self._hidden is None
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=special, clean_up_tokenization_spaces=False))
 
     def _decode(self, *, flush: bool = False) -> str:
         """The text of the tokens after the last shown one, "" while it ends within a character."""

@@ -45,8 +45,8 @@ def resident(pids: list[int]) -> list[float]:
 
 def body(chance: random.Random, number: int) -> tuple[str, dict[str, Any]]:
     """The path and body of a request, of one of several kinds."""
-    text = "".join(chance.choice("abcdefgh ijklmnop.,") for _ in range(chance.randint(1, 120)))
-    more: dict[str, Any] = {"max_tokens": chance.randint(1, 12), "temperature": chance.choice((0, 1)), "seed": number}
+    text = "".join(chance.choice("abcdefgh ijklmnop.,") for _ in range(chance.randint(1, 60)))
+    more: dict[str, Any] = {"max_tokens": chance.randint(1, 4), "temperature": chance.choice((0, 1)), "seed": number}
     kind = number % 8
     if kind == 0:
         return "chat/completions", more | {"messages": [{"role": "user", "content": text}], "top_p": 0.9}
@@ -59,7 +59,7 @@ def body(chance: random.Random, number: int) -> tuple[str, dict[str, Any]]:
     elif kind == 4:
         more |= {"temperature": 9}  # refused
     elif kind == 5:
-        more |= {"regex": f"(a|b){{1,9}}{number}"}  # each of them another grammar
+        more |= {"regex": f"(a|b){{1,3}}{number % 1000}"}  # each of them another grammar
     return "completions", more | {"prompt": text}
 
 
@@ -74,7 +74,7 @@ async def ask(client: openai.AsyncOpenAI, number: int) -> str:
             await call.create(model="", extra_body=asked, **prompt)
             return "answered"
         leaves = not chance.randrange(3)
-        more = asked | {"max_tokens": 200} if leaves else asked
+        more = asked | {"max_tokens": 60} if leaves else asked
         async with await call.create(model="", stream=True, extra_body=more, **prompt) as stream:
             async for _ in stream:
                 if leaves:

@@ -119,7 +119,7 @@ def test_a_row_follows_its_grammar_and_the_others_keep_their_tokens() -> None:
             assert (first.top[0][0] != tokens[0], first.rank > 1) == (True, True)  # before the grammar
     plain, beside = made.values()
     assert plain[0] == beside[0]
-    assert plain[2] == beside[2]
+    assert plain[2] == pytest.approx(beside[2], abs=1e-5)  # experts sum rows of other batches in another order
 
 
 def test_a_grammars_end_and_its_error_end_a_sequence() -> None:
@@ -178,7 +178,6 @@ def test_what_cannot_be_compiled_is_named(checker: grammar.Checker, monkeypatch:
     endless = json_grammar(
         {"allOf": [{"pattern": f"{index}.*{index + 1}.*", "type": "string"} for index in range(200)]}
     )
-    rules = "\n".join(f'a{index}: "x"? | "y"* a{(index + 1) % 2000}' for index in range(2000))
     for text, error in (
         (json_grammar(NODE), ""),
         (json_grammar({"$defs": doubled, "$ref": "#/$defs/d0"}), ""),
@@ -188,11 +187,14 @@ def test_what_cannot_be_compiled_is_named(checker: grammar.Checker, monkeypatch:
         (json_grammar(False), "Unsatisfiable schema"),
         (StructuredOutputs(choice=[""]).grammars()[0], "it allows no text but the empty one"),
         (endless, "its compilation takes longer than 2 s"),
-        ("start: " + " ".join(f"a{index}" for index in range(2000)) + "\n" + rules, "its compilation takes"),
+        (json_grammar({"type": "integer"}), "its compilation takes too much memory, or crashes"),
         (json_grammar(True), ""),
     ):
         with monkeypatch.context() as patch:
             if text == endless:
                 patch.setattr(grammar, "MOST_SECS", 2.0)
+            if "crashes" in error:
+                assert not checker.error_of(json_grammar({"type": "string"}))
+                checker._process.kill()  # type: ignore[union-attr]
             found = checker.error_of(text)
         assert error in found if error else not found, found
