@@ -99,7 +99,8 @@ def test_a_row_follows_its_grammar_and_the_others_keep_their_tokens() -> None:
                 graphs=True,
                 grammars=RowGrammars(tokenizer, model.config.vocab_size, ()),
             )
-            parts = [rows.run(RowsPlan(ended=((),), starts=(starts,)))]
+            chunks = ((0, len(prompt)), (1, len(prompt)))
+            parts = [rows.run(RowsPlan(ended=((),), starts=(starts,), chunks=(chunks,)))]
             shape = pass_shape(2, 128, True, True)
             passes = RowsPlan(ended=((),), starts=((),), passes=4, shapes=(shape,))
             parts += [rows.run(passes) for _ in range(20)]
@@ -127,7 +128,7 @@ def test_a_grammars_end_and_its_error_end_a_sequence() -> None:
         num_ranks=1,
         num_rows=3,
         num_positions=64,
-        max_prompt_tokens=32,
+        max_prefill_tokens=32,
         max_waiting=9,
         passes_per_plan=4,
         vocab_size=256,

@@ -66,12 +66,11 @@ class SayingRows(FakeRows):
 
     text = ""
 
-    def _advance(self, row: int) -> int:
-        if row not in self._live:
-            return -1
+    def _next(self, row: int) -> int:
         found = [*self.text.encode(), 0]
         token = found[len(found) - 1 - self._left(row)]
         self._live[row][2] -= 1
+        self._positions[row] += 1
         if token == 0 or self._live[row][2] == 0:
             del self._live[row]
         return token
@@ -123,7 +122,7 @@ def known_template(tokenizer: Any, model_type: str) -> Any:
 @contextlib.contextmanager
 def serving(tokenizer: Any, template: Any) -> Iterator[openai.OpenAI]:
     """A server at a port with `SayingRows`; yields a client of it."""
-    few = dataclasses.replace(LIMITS, num_ranks=1, num_positions=4096, max_prompt_tokens=2000)
+    few = dataclasses.replace(LIMITS, num_ranks=1, num_positions=4096, max_prefill_tokens=2000)
     leader = Leader(LeadRank(EPGroup.single("cpu"), SayingRows(few, 0)), few)
     service = Service(
         leader=leader, tokenizer=tokenizer, name="fake", metrics=Metrics(leader), response_template=template
