@@ -56,7 +56,10 @@ class AnswerParser:
         *,
         most_calls: int | None,
     ) -> None:
-        self._parser = tokenizer.get_response_parser(template, prefix=prompt, tools=list(tools))
+        try:
+            self._parser = tokenizer.get_response_parser(template, prefix=prompt, tools=list(tools))
+        except Exception:  # noqa: BLE001 - a prompt that begins the answer with what cannot be parsed
+            self._parser = tokenizer.get_response_parser(template, prefix="", tools=list(tools))
         self._most_calls, self._num_calls = most_calls, 0
         self._pending = ""  # text that no part has been made of yet
         self._raw = ""  # of a part that is parsed as a whole

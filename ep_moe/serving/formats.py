@@ -105,11 +105,15 @@ def guided(schema: Any, whitespace: str | None = None) -> Any:
 
 
 def text_of(value: Any) -> str:
-    """JSON. Errors: BadRequestError for a value that is nested too deeply."""
+    """JSON. Errors: BadRequestError for a value that is nested too deeply, or holds half of a character."""
     try:
-        return json.dumps(value, ensure_ascii=False)
+        text = json.dumps(value, ensure_ascii=False)
+        text.encode()
     except RecursionError:
         raise BadRequestError("the schema is nested too deeply") from None
+    except UnicodeEncodeError as error:
+        raise BadRequestError(f"the schema holds {error.object[error.start]!r}, half of a character") from None
+    return text
 
 
 def _grammar(**content: Any) -> str:

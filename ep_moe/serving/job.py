@@ -166,7 +166,7 @@ class Job:
         self._grammar_param, self._grammar = self._request.grammar()
         parsers: list[AnswerParser | None] = [None] * (len(prompts) * self._request.n)
         if isinstance(self._request, ChatRequest):
-            parsers = [self._parser(self._request, prompts[0]) for _ in parsers]
+            parsers = self._parsers(self._request, prompts[0])
             self._require_calls(self._request, parsers[0])
         if self._grammar and service.leader.limits.no_grammars:
             reason = service.leader.limits.no_grammars
@@ -214,16 +214,17 @@ class Job:
             for prompt in prompts
         ]
 
-    def _parser(self, request: ChatRequest, prompt: tuple[int, ...]) -> AnswerParser | None:
-        """Of an answer's parts; None if it is content as it is."""
+    def _parsers(self, request: ChatRequest, prompt: tuple[int, ...]) -> list[AnswerParser | None]:
+        """Of each answer's parts; None if it is content as it is."""
         service, calls = self._service, bool(request.tools) and request.tool_choice != "none"
         if calls and self._grammar:
             raise BadRequestError(
                 f"tools (with tool_choice {shown(request.tool_choice)}) and {self._grammar_param} exclude each other",
                 "tools",
             )
+        none: list[AnswerParser | None] = [None] * request.n
         if self._grammar or not (calls or request.separate_reasoning):
-            return None
+            return none
         if service.response_template is None:
             if calls:
                 raise BadRequestError(
@@ -231,14 +232,10 @@ class Job:
                     f"not known, its tokenizer has no response template",
                     "tools",
                 )
-            return None
-        return AnswerParser(
-            service.tokenizer,
-            service.response_template,
-            service.text_of(prompt),
-            [tool.for_template() for tool in request.tools],
-            most_calls=0 if not calls else 1 if request.one_call else None,
-        )
+            return none
+        begun, tools = service.text_of(prompt), [tool.for_template() for tool in request.tools]
+        most = 0 if not calls else 1 if request.one_call else None
+        return [AnswerParser(service.tokenizer, service.response_template, begun, tools, most_calls=most) for _ in none]
 
     def _require_calls(self, request: ChatRequest, parser: AnswerParser | None) -> None:
         """Set the grammar of an answer that must call a function."""

@@ -261,7 +261,11 @@ class CompletionRequest(_Request):
 
 def _arguments(value: Any) -> dict[str, Any]:
     """The object of a call's arguments. Errors: ValueError."""
-    found = json.loads(value or "{}") if isinstance(value, str) else value
+    try:
+        found = json.loads(value or "{}") if isinstance(value, str) else value
+        json.dumps(found, ensure_ascii=False).encode()  # a UnicodeEncodeError, a ValueError, for half of a character
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
     if not isinstance(found, dict):
         raise ValueError("must be the text of a JSON object")
     return found
@@ -288,7 +292,8 @@ class Tool(BaseModel):
 
     def for_template(self) -> dict[str, Any]:
         """The tool as chat templates read it."""
-        return {"type": self.type, "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
+        function = self.function.model_dump(exclude={"strict"})
+        return {"type": self.type, "function": {name: value for name, value in function.items() if value is not None}}
 
 
 class _Named(BaseModel):

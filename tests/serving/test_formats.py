@@ -165,6 +165,9 @@ def test_formats_are_one_of_all_that_clients_name() -> None:
     for nothing in ({"response_format": {"type": "text"}}, {"structured_outputs": {}}, {"guided_json": None}):
         body = json.dumps({"prompt": "a", **nothing}).encode()
         assert parse(CompletionRequest, body).grammar() == ("", "")
+    half = json.dumps({"prompt": "a", "json_schema": '{"const": "\\ud800"}'}).encode()
+    with pytest.raises(BadRequestError, match="json_schema: the schema holds .*half of a character"):
+        parse(CompletionRequest, half).grammar()
     for two in ({"regex": "a", "ebnf": "b"}, {"structured_outputs": {"regex": "a", "choice": ["b"]}}):
         with pytest.raises(BadRequestError, match="ask for two grammars"):
             parse(CompletionRequest, json.dumps({"prompt": "a", **two}).encode()).grammar()
