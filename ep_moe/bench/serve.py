@@ -1,8 +1,8 @@
 """`ep-moe bench serve`: a server of OpenAI's protocol, ours or another one, measured by its clients.
 
 Each level is a number of clients that ask again once they are answered, or that many at most at a rate of Poisson
-arrivals. Times are those that the client sees: to the first text (TTFT), per token after it (TPOT), between chunks (ITL),
-and to the end. Tokens are those of the server's own usage.
+arrivals. Times are those that the client sees: to the first text (TTFT), per token after it (TPOT), between chunks
+(ITL), and to the end. Tokens are those of the server's own usage.
 """
 
 import asyncio
