@@ -29,7 +29,7 @@ from ep_moe.transport.checks import (
 )
 from ep_moe.transport.headers import Header, compare_headers
 from ep_moe.transport.layer_tag import LayerTag
-from ep_moe.transport.slots import Slots
+from ep_moe.transport.slots import CLOSED, Slots
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -183,12 +183,13 @@ class HostSyncTransport(Transport, Generic[State]):
     ) -> None:
         """See `Transport.dispatch_send`. Host sync, and it waits for the headers of all ranks."""
         self._group.check()
-        self._slots.expect(slot, "dispatch_send")
+        entry = self._slots.expect(slot, "dispatch_send")
         try:
             tokens = self._checked(DispatchArguments(x, routing, **options))
         except ValueError as error:
             self.refuse(error, slot=slot, num_tokens=count_rows(x))
-        self._slots.put(slot, "dispatch_recv", self._send(tokens, slot))
+        entry.state = self._send(tokens, slot)
+        entry.next = "dispatch_recv"
 
     def _checked(self, arguments: DispatchArguments) -> Tokens:
         """The tokens of a dispatch. Errors: ValueError. Local; host sync for `num_tokens`."""
@@ -208,9 +209,10 @@ class HostSyncTransport(Transport, Generic[State]):
     def dispatch_recv(self, *, slot: int = 0) -> Dispatched:
         """See `Transport.dispatch_recv`."""
         self._group.check_open()
-        state = self._slots.expect(slot, "dispatch_recv")
+        entry = self._slots.expect(slot, "dispatch_recv")
+        state = entry.state
         packed = self._receive(state)
-        self._slots.put(slot, "combine_send", state)
+        entry.next = "combine_send"
         handle = PackedHandle(
             slot=slot,
             round=state.round,
@@ -224,10 +226,10 @@ class HostSyncTransport(Transport, Generic[State]):
         """See `Transport.combine_send`."""
         self._group.check()
         handle = dispatched.handle
-        state = self._slots.expect(handle.slot, "combine_send", handle.round)
+        entry = self._slots.expect(handle.slot, "combine_send", handle.round)
         check_expert_output(y, dispatched.batch)
-        self._send_results(state, y, dispatched)
-        self._slots.put(handle.slot, "combine_recv", state)
+        self._send_results(entry.state, y, dispatched)
+        entry.next = "combine_recv"
 
     def combine_recv(
         self, dispatched: Dispatched, *, shared: torch.Tensor | None = None, out: torch.Tensor | None = None
@@ -235,14 +237,15 @@ class HostSyncTransport(Transport, Generic[State]):
         """See `Transport.combine_recv`."""
         self._group.check_open()
         handle = dispatched.handle
-        state = self._slots.expect(handle.slot, "combine_recv", handle.round)
+        entry = self._slots.expect(handle.slot, "combine_recv", handle.round)
+        state = entry.state
         shape = (state.sizes.num_rows, self.config.hidden)
         check_results(shape, self.config, self.device, shared=shared, out=out)
         sums, columns = self._receive_results(state)
         result, tokens = sums.new_empty(shape) if out is None else out, slice(state.sizes.num_tokens)
         added = None if shared is None else shared[tokens]
         weighted_sum(sums, columns, None, shared=added, out=result[tokens])
-        self._slots.close(handle.slot)
+        entry.next, entry.state = CLOSED
         return result
 
     def refuse(self, error: ValueError, *, slot: int = 0, num_tokens: int = 0) -> NoReturn:
@@ -259,11 +262,11 @@ class HostSyncTransport(Transport, Generic[State]):
     def abandon(self, *, slot: int = 0) -> None:
         """See `Transport.abandon`."""
         self._group.check_open()
-        call, state = self._slots.stage(slot)
-        if state is not None:
+        entry = self._slots.find(slot)
+        if entry.state is not None:
             self._group.check()
-            self._end(state, call, slot)
-            self._slots.close(slot)
+            self._end(entry.state, entry.next, slot)
+            entry.next, entry.state = CLOSED
 
     def check(self) -> None:
         """See `Transport.check`. A round's errors are raised by its own calls; this raises the group's."""

@@ -1,30 +1,33 @@
 """The open rounds of a transport: which call each slot waits for."""
 
 import dataclasses
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 State = TypeVar("State")
+CLOSED: Any = ("dispatch_send", None)  # `next` and `state` of a slot without a round
 
 
-@dataclasses.dataclass(slots=True)
-class _Slot(Generic[State]):
-    next: str = "dispatch_send"
-    state: State | None = None
+@dataclasses.dataclass(slots=True, eq=False)
+class Slot(Generic[State]):
+    """What one slot waits for and holds; `CLOSED` between rounds."""
+
+    next: str  # the call that it waits for
+    state: State  # of its open round
 
 
 class Slots(Generic[State]):
     """The open rounds of a transport: dispatch_send, dispatch_recv, combine_send, combine_recv in turn on each slot.
 
-    A call out of order raises RuntimeError with the slot and the call that it expects; the slot keeps its state. Any
-    call after `destroy` raises RuntimeError.
+    A call out of order raises RuntimeError with the slot and the call that it expects; the slot keeps its state. A call
+    that has succeeded sets `next` and `state`. Any call after `destroy` raises RuntimeError.
     """
 
     def __init__(self, num_slots: int) -> None:
-        self._slots = [_Slot[State]() for _ in range(num_slots)]
+        self._slots = [Slot[State](*CLOSED) for _ in range(num_slots)]
         self._destroyed = False
 
-    def expect(self, slot: int, call: str, round_: int | None = None) -> State:
-        """Return the slot's state, None before a dispatch, if `call` is its next one.
+    def expect(self, slot: int, call: str, round_: int | None = None) -> Slot[State]:
+        """The slot, if `call` is its next one, of this round.
 
         Errors: ValueError for a bad slot, RuntimeError else.
         """
@@ -33,33 +36,21 @@ class Slots(Generic[State]):
         entry = self._slots[slot]
         if entry.next != call:
             raise RuntimeError(f"slot {slot} waits for {entry.next}, not for {call}")
-        state = entry.state
-        if round_ is not None and getattr(state, "round", round_) != round_:
+        if round_ is not None and getattr(entry.state, "round", round_) != round_:
             raise RuntimeError(
-                f"the handle is of round {round_}, slot {slot} holds round {getattr(state, 'round', None)}"
+                f"the handle is of round {round_}, slot {slot} holds round {getattr(entry.state, 'round', None)}"
             )
-        return state  # type: ignore[return-value] # None is read by no caller
+        return entry
 
-    def stage(self, slot: int) -> tuple[str, State | None]:
-        """The slot's next call, and its state. Errors: as `expect`."""
+    def find(self, slot: int) -> Slot[State]:
+        """The slot, whatever it waits for. Errors: as `expect`."""
         self._refuse(slot)
-        entry = self._slots[slot]
-        return entry.next, entry.state
+        return self._slots[slot]
 
     @property
     def open(self) -> tuple[int, ...]:
         """The slots that hold a round."""
         return tuple(index for index, entry in enumerate(self._slots) if entry.next != "dispatch_send")
-
-    def put(self, slot: int, call: str, state: State) -> None:
-        """Record the slot's open round, and the call that it waits for."""
-        entry = self._slots[slot]
-        entry.next, entry.state = call, state
-
-    def close(self, slot: int) -> None:
-        """Forget the slot's round."""
-        entry = self._slots[slot]
-        entry.next, entry.state = "dispatch_send", None
 
     def check_open(self) -> None:
         """Raise RuntimeError once the transport is destroyed."""
@@ -68,7 +59,7 @@ class Slots(Generic[State]):
 
     def destroy(self) -> None:
         """Forget all rounds; from now on every call is an error."""
-        self._slots = [_Slot() for _ in self._slots]
+        self._slots = [Slot(*CLOSED) for _ in self._slots]
         self._destroyed = True
 
     def _refuse(self, slot: int) -> None:

@@ -14,7 +14,6 @@ from ep_moe.config import Layout, TransportConfig
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, get_scheme
 from ep_moe.routing import Routing
-from ep_moe.transport.checks import DispatchArguments
 from ep_moe.transport.one_sided import memory
 from ep_moe.transport.one_sided.combine_launcher import CombineLauncher
 from ep_moe.transport.one_sided.dispatch_launcher import DispatchLauncher
@@ -119,8 +118,7 @@ def _round(
             x = Quantized(values=values, scale=scale, scheme=scheme)
         routing = Routing(topk_ids=torch.empty(tokens, topk, dtype=ids_dtype), topk_weights=torch.empty(tokens, topk))
         count = torch.zeros(1, dtype=torch.int32) if counted else None
-        arguments = DispatchArguments(x, routing, layout, scheme, count)
-        round_ = dispatches.begin(0, 0, launchers.plans.add(arguments, tokens), arguments)
+        round_ = dispatches.begin((0, 0, 0), x, routing, layout, scheme, count)
         if halves:
             dispatches.send(round_)
         batch = dispatches.receive(round_, send=not halves)

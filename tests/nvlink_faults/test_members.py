@@ -134,7 +134,7 @@ def test_a_round_out_of_order() -> None:
         config = TransportConfig(hidden=HIDDEN, max_tokens_per_rank=4, max_topk=2, dtype=inputs(0, 0, 1)[0].dtype)
         transport = NvlinkTransport(group, Placement.linear(2, 1), config)
         send(transport, 0)
-        replayed = copy.copy(transport._slots.stage(0)[1])
+        replayed = copy.copy(transport._slots.find(0).state)
         transport.dispatch_recv()
         transport._dispatches.receive(replayed, send=True)  # as a graph would
         with pytest.raises(RuntimeError, match="rank 0 has run round 0 out of order"):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ep_moe.group import EPGroup
+from ep_moe.transport.slots import CLOSED
 from nvlink_faults.common import (
     DEVICE,
     EXPERTS_PER_RANK,
@@ -120,7 +121,7 @@ def test_abandon_goes_on_where_it_failed() -> None:
 
 def launch_combine(transport: Any, y: torch.Tensor | None, send: bool, receive: bool, out: torch.Tensor) -> None:
     """Launch halves of the combine of slot 0's round, whatever the slot waits for."""
-    _, round_ = transport._slots.stage(0)
+    round_ = transport._slots.find(0).state
     if receive:
         transport._combines.receive(round_, y, send=send, out=out)
     else:
@@ -147,7 +148,8 @@ def launch_again(group: EPGroup) -> list[str]:
                 wrong.append(f"{name}: {again}")
             if name == "send-again-at-once":
                 launch_combine(transport, None, False, True, out)
-            transport._slots.close(0)
+            entry = transport._slots.find(0)
+            entry.next, entry.state = CLOSED
             if not bool(out.isfinite().all()):
                 wrong.append(f"{name}: {out}")
             with pytest.raises(RuntimeError, match=f"rank {CULPRIT} has run round {2 * index} out of order"):

@@ -91,6 +91,7 @@ def test_receivers_of_all_slots_fit_at_once(hopper: Any) -> None:
 
 def test_rounds_that_may_fill_a_gpu_are_told_of(hopper: Any, caplog: pytest.LogCaptureFixture) -> None:
     from ep_moe.transport.one_sided.occupancy import DeviceRounds, OpenRounds
+    from ep_moe.transport.slots import CLOSED, Slot
 
     stream, of_all = [0], DeviceRounds()
 
@@ -99,21 +100,24 @@ def test_rounds_that_may_fill_a_gpu_are_told_of(hopper: Any, caplog: pytest.LogC
         return OpenRounds(torch.device("cuda", 5), hopper, of_all, lambda _: receivers, current)
 
     decode, prefill = rounds_of(40), rounds_of(364)
-    for used in (decode, prefill, decode):  # in turn
+    first, second, other = (Slot[Any](*CLOSED) for _ in range(3))
+    for used, slot in ((decode, first), (prefill, other), (decode, first)):  # in turn
         stream[0] = 1 - stream[0]
-        used.begin(0, 16)
-        used.end(0)
+        used.begin(slot, 16)
+        slot.next, slot.state = "combine_send", "a round"
+        slot.next, slot.state = CLOSED
     stream[0] = 0
-    decode.begin(0, 16)
-    prefill.begin(0, 16)  # on one stream
-    prefill.end(0)
-    decode.begin(1, 16)
+    decode.begin(first, 16)
+    first.state = "a round"
+    prefill.begin(other, 16)  # on one stream
+    decode.begin(second, 16)
+    second.state = "a round"
     stream[0] = 1
-    decode.begin(1, 16)  # 40 and 40, on two
+    decode.begin(second, 16)  # 40 and 40, on two
     assert caplog.messages == []
     with caplog.at_level(logging.WARNING):
-        prefill.begin(0, 4096)
-        prefill.begin(0, 4096)
+        prefill.begin(other, 4096)
+        prefill.begin(other, 4096)
     assert len(caplog.messages) == 1
     assert caplog.messages[0].startswith("cuda:5: rounds are open on other streams, whose 40 waiting programs, and 364")
     assert caplog.messages[0].endswith(
@@ -123,7 +127,7 @@ def test_rounds_that_may_fill_a_gpu_are_told_of(hopper: Any, caplog: pytest.LogC
     del prefill
     gc.collect()
     third = rounds_of(340)
-    third.begin(0, 16)
+    third.begin(Slot(*CLOSED), 16)
     assert len(caplog.messages) == 1
     decode.destroy()
     third.destroy()

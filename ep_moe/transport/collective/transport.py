@@ -103,13 +103,13 @@ class CollectiveTransport(HostSyncTransport[_Round]):
 
         Returns the round. Collective.
         """
-        call, state = self._slots.stage(slot)
-        if state is not None and call == "dispatch_recv":
-            self._wait(state, "dispatch")
-            self._slots.put(slot, "combine_send", state)
-        state = self._slots.expect(slot, "combine_send")
+        entry = self._slots.find(slot)
+        if entry.next == "dispatch_recv":
+            self._wait(entry.state, "dispatch")
+            entry.next = "combine_send"
+        state = self._slots.expect(slot, "combine_send").state
         self._send_sums(state, state.sums.fill_(float("nan")))
-        self._slots.put(slot, "combine_recv", state)
+        entry.next = "combine_recv"
         return state.round
 
     def _send_sums(self, state: _Round, sums: torch.Tensor) -> None:

@@ -20,16 +20,18 @@ from ep_moe.kernels.exchange.dispatch_send import Tokens
 from ep_moe.layout import Batched, Compact, Flat
 from ep_moe.layout.base import BatchTemplate, ExpertBatch
 from ep_moe.layout.triton import as_words
-from ep_moe.quant import Quantized, as_bytes, quantize
+from ep_moe.quant import Quantized, QuantScheme, as_bytes, quantize
 from ep_moe.routing import Routing
 from ep_moe.tensors import aligned
-from ep_moe.transport.checks import DispatchArguments
+from ep_moe.transport.checks import DispatchArguments, bound_fits, check_dispatch
+from ep_moe.transport.layer_tag import NO_LAYER, LayerTag
 from ep_moe.transport.one_sided.round_plan import (
     BLOCK_TOKENS,
     ExchangeRound,
     KernelContext,
     RoundPlan,
     RoundPlans,
+    RoundSpec,
     aligned_rows,
 )
 from ep_moe.transport.one_sided.tuning import WORD_TOKENS
@@ -89,6 +91,7 @@ class DispatchLauncher:
             kernel = self.kernel_of(round_, send=send, receive=True)
             with self.context.waiting("dispatch", round_.round):
                 kernel(*self.arguments_of(round_, self.batch_of(batch)))
+        round_.tokens = ()
         return batch
 
     def discard(self, round_: ExchangeRound) -> None:
@@ -105,27 +108,72 @@ class DispatchLauncher:
         self.receive(round_, memory=self.context.memory.values(round_.slot))
 
     def begin(
-        self, slot: int, number: int, plan: RoundPlan, arguments: DispatchArguments, refusal: int = 0
+        self,
+        place: tuple[int, int, int],
+        x: torch.Tensor | Quantized,
+        routing: Routing,
+        layout: Layout,
+        scheme: QuantScheme,
+        num_tokens: torch.Tensor | None = None,
+        max_num_tokens: int | None = None,
+        layer: LayerTag = NO_LAYER,
     ) -> ExchangeRound:
-        """The round of a dispatch, with its input as the kernel takes it.
+        """The round of a dispatch, checked, with its plan and its input as the kernel takes it.
 
         Launches `quantize` if the dispatch kernel cannot quantize, and for large T the kernels that count ids by block.
-        Args: refusal: 1 sends the error flag. Local, no host sync.
+
+        Args:
+            place: slot, number, and 1 to send the error flag. The others are as of `Transport.dispatch_send`.
+        Errors: those of `check_dispatch`. Local, no host sync.
         """
-        x, routing, unused = arguments.x, arguments.routing, self.unused
-        count = unused if arguments.num_tokens is None else aligned(arguments.num_tokens)
-        ids, weights, strides = routing.topk_ids, routing.topk_weights, plan.strides
+        plans, unused, plan, quantized = self.plans, self.unused, None, isinstance(x, Quantized)
+        try:
+            ids, weights = routing.topk_ids, routing.topk_weights
+            values: torch.Tensor = x.values if quantized else x  # type: ignore[assignment]
+            key = (
+                type(values),
+                values.layout,
+                values.shape,
+                values.dtype,
+                values.device,
+                routing.signature or (ids.shape, ids.dtype, ids.device),
+                type(routing),
+                type(layer),
+                id(layout),  # plans keep both alive
+                id(scheme),
+                quantized,
+                None
+                if num_tokens is None
+                else (type(num_tokens), num_tokens.shape, num_tokens.dtype, num_tokens.device),
+                plans.most if max_num_tokens is None else plans.size_for(max_num_tokens),
+            )
+            last, plan = plans.last
+            if key != last:  # takes a third of the time of a hash
+                plan = plans.find(key)
+        except (AttributeError, TypeError):  # not a tensor, or no number: `check_dispatch` refuses it
+            plan = None
+        bounded = max_num_tokens is not None  # of the bound, the key has the size of batches alone
+        if (
+            plan is None
+            or quantized
+            or (bounded and not bound_fits(max_num_tokens, plan.spec.num_tokens, self.context.config))
+        ):
+            arguments = DispatchArguments(x, routing, layout, scheme, num_tokens, max_num_tokens, layer)
+            check_dispatch(arguments, self.context.config, self.context.ranks.RANK, self.context.device)
+            plan = plan or plans.add(key, RoundSpec.of(arguments, key[-1]))
+        count, strides = unused if num_tokens is None else aligned(num_tokens), plan.strides
         tokens: tuple[torch.Tensor, ...] = ()
-        if plan.in_place and x.is_contiguous():  # type: ignore[union-attr] # x is no `Quantized`
-            x_at, ids_at, weights_at = x.data_ptr(), ids.data_ptr(), weights.data_ptr()  # type: ignore[union-attr]
+        if plan.in_place and values.is_contiguous():
+            x_at, ids_at, weights_at = values.data_ptr(), ids.data_ptr(), weights.data_ptr()
             dense = routing.signature is not None or (ids.is_contiguous() and weights.is_contiguous())
             if dense and not (x_at | ids_at | weights_at) & 15:
-                tokens = x, unused, ids, weights, count, unused, unused, self._unscaled  # type: ignore[assignment]
+                tokens = values, unused, ids, weights, count, unused, unused, self._unscaled
                 addresses = x_at, self._unused_at, ids_at, weights_at, count.data_ptr(), *self._no_scales
         if not tokens:
-            tokens, strides = self._converted(plan, x, routing, None if arguments.num_tokens is None else count)
+            tokens, strides = self._converted(plan, x, routing, None if num_tokens is None else count)
             addresses = tuple(map(torch.Tensor.data_ptr, tokens))  # type: ignore[assignment]
-        numbers = *strides, *arguments.layer.words, number & _NUMBER_MASK, self.context.timeout_ns
+        slot, number, refusal = place
+        numbers = *strides, *layer.words, number & _NUMBER_MASK, self.context.timeout_ns
         return ExchangeRound(slot, number, plan, tokens, addresses, numbers, refusal)
 
     def _converted(

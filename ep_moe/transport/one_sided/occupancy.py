@@ -11,11 +11,13 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
 
 from ep_moe.kernels.device import WARP, Device
+from ep_moe.transport.slots import Slot
 
 REGISTERS = 128  # per thread: four programs of 4 warps share an SM; with fewer, kernels spill
 WIDE_REGISTERS = 232  # of a program of 8 warps, which uses most of an SM
@@ -71,16 +73,16 @@ def most_receivers(device: torch.device, num_slots: int) -> int:
     return Occupancy(device=Device.of(device)).most_receivers(num_slots) if device.type == "cuda" else _ON_A_CPU
 
 
-_Open = tuple[int, int, Callable[[int], int]]  # a round's stream, its T, and the receivers of a launch for T tokens
+_Begun = tuple[int, int, Callable[[int], int]]  # a round's stream, its T, and the receivers of a launch for T tokens
 
 
-class DeviceRounds(dict[tuple[int, int], _Open]):
-    """The open rounds of all transports of this process on one GPU, by transport and slot."""
+class DeviceRounds(dict[Slot[Any], _Begun]):
+    """The last round of each slot of this process's transports on one GPU."""
 
 
 @functools.cache
 def rounds_on(index: int) -> DeviceRounds:
-    """The open rounds on a GPU of this process: the same object for all transports. Local."""
+    """The rounds on a GPU of this process: the same object for all transports. Local."""
     return DeviceRounds()
 
 
@@ -107,8 +109,8 @@ class OpenRounds:
     ) -> None:
         self._device, self._occupancy, self._warned = device, occupancy, False
         self._receivers_of, self._current_stream, self._index = receivers_of, current_stream, device.index or 0
-        self._all = device_rounds
-        self._end = weakref.finalize(self, _forget, self._all, id(self))
+        self._all, self._used = device_rounds, set[Slot[Any]]()
+        self._end = weakref.finalize(self, _forget, self._all, self._used)
 
     @classmethod
     def on(cls, device: torch.device, receivers_of: Callable[[int], int]) -> "OpenRounds":
@@ -118,24 +120,25 @@ class OpenRounds:
             device, Occupancy(device=Device.of(device)), rounds_on(device.index or 0), receivers_of, current_stream
         )
 
-    def begin(self, slot: int, num_tokens: int) -> None:
-        """Record a round of T tokens whose kernels run on the current stream. Local, no host sync."""
-        begun = self._current_stream(self._index), num_tokens, self._receivers_of
-        if self._all and not self._warned:
-            self._warn_if_full(slot, begun)
-        self._all[id(self), slot] = begun
+    def begin(self, slot: Slot[Any], num_tokens: int) -> None:
+        """Record a round of T tokens whose kernels run on the current stream; it ends when its slot is closed.
 
-    def end(self, slot: int) -> None:
-        """Remove a slot's round, if one is open. Local."""
-        self._all.pop((id(self), slot), None)
+        Local, no host sync.
+        """
+        begun = self._current_stream(self._index), num_tokens, self._receivers_of
+        if slot not in self._all:
+            self._used.add(slot)
+        self._all[slot] = begun
+        if len(self._all) > 1 and not self._warned:
+            self._warn_if_full(begun)
 
     def destroy(self) -> None:
         """Remove all rounds of the transport. Local; calling it twice is fine."""
         self._end()
 
-    def _warn_if_full(self, slot: int, begun: _Open) -> None:
-        own, occupancy = (id(self), slot), self._occupancy
-        others = [found for key, found in list(self._all.items()) if key != own and found[0] != begun[0]]
+    def _warn_if_full(self, begun: _Begun) -> None:
+        occupancy = self._occupancy
+        others = [each for slot, each in list(self._all.items()) if each[0] != begun[0] and slot.state is not None]
         if not others:
             return
         receivers, *theirs = (receivers_of(num_tokens) for _, num_tokens, receivers_of in (begun, *others))
@@ -156,6 +159,7 @@ class OpenRounds:
         )
 
 
-def _forget(rounds: DeviceRounds, owner: int) -> None:
-    for key in [key for key in rounds if key[0] == owner]:
-        rounds.pop(key, None)
+def _forget(rounds: DeviceRounds, slots: set[Slot[Any]]) -> None:
+    for slot in slots:
+        rounds.pop(slot, None)
+    slots.clear()

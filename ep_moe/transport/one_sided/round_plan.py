@@ -179,64 +179,41 @@ def batch_sizes(max_tokens: int) -> list[int]:
 
 
 class RoundPlans:
-    """The plans of a transport's rounds on this rank, by what `find` compares."""
+    """The plans of a transport's rounds on this rank, by the keys of `DispatchLauncher.begin`.
+
+    Attributes:
+        last: the key and plan of the last round, since rounds of one kind follow each other.
+        most: M, which batches of rounds without a bound are sized for.
+    """
 
     def __init__(
         self, config: TransportConfig, placement: Placement, ranks: Ranks, tuning: Tuning, device: torch.device
     ) -> None:
         self._config, self._placement, self._ranks, self._tuning = config, placement, ranks, tuning
-        self._device, self._sizes = device, batch_sizes(config.max_tokens_per_rank)
+        self._device, self.most = device, config.max_tokens_per_rank
+        self._sizes = batch_sizes(self.most)
         self._plans: dict[tuple[Any, ...], RoundPlan] = {}
-        self._last: tuple[Any, RoundPlan | None] = (None, None)  # key and plan: rounds of one kind follow each other
+        self.last: tuple[Any, RoundPlan | None] = (None, None)
 
-    def find(self, arguments: DispatchArguments, max_num_tokens: int) -> RoundPlan | None:
-        """The plan of rounds of these types, shapes, dtypes, layout and scheme, if there is one.
-
-        Layout and scheme are compared by identity: plans keep both alive. A `Quantized` x needs further checks.
-        Errors: AttributeError for an input that is no tensor, which `check_dispatch` refuses. Local.
-        """
-        x, routing, layout, scheme, num_tokens, _, _ = arguments
-        quantized, ids = isinstance(x, Quantized), routing.topk_ids
-        values: torch.Tensor = x.values if quantized else x  # type: ignore[assignment]
-        count = None
-        if num_tokens is not None:
-            count = type(num_tokens), num_tokens.shape, num_tokens.dtype, num_tokens.device
-        key = (
-            type(values),
-            values.layout,
-            values.shape,
-            values.dtype,
-            values.device,
-            routing.signature or (ids.shape, ids.dtype, ids.device),
-            type(routing),
-            id(layout),
-            id(scheme),
-            quantized,
-            count,
-            max_num_tokens,
-        )
-        last, plan = self._last
-        if key != last:  # takes a third of the time of a hash
-            plan = self._plans.get(key)
-            self._last = key, plan
-        return plan
-
-    def size_for(self, max_num_tokens: int | None) -> int:
+    def size_for(self, max_num_tokens: int) -> int:
         """The tokens of a rank that a batch is sized for: at least the bound, the same on all ranks, M at most. Local.
 
         Errors: TypeError for a bound that is no number.
         """
-        if max_num_tokens is None or max_num_tokens > self._sizes[-1]:
-            return self._sizes[-1]
-        return self._sizes[bisect.bisect_left(self._sizes, max_num_tokens)]
+        return self._sizes[bisect.bisect_left(self._sizes, min(max_num_tokens, self.most))]
 
-    def add(self, arguments: DispatchArguments, max_num_tokens: int) -> RoundPlan:
-        """Make and keep the plan that `find`, called with the same arguments before, has not found. Local."""
-        plan = self.make(RoundSpec.of(arguments, max_num_tokens))
+    def find(self, key: tuple[Any, ...]) -> RoundPlan | None:
+        """The plan of this key, if there is one. Local."""
+        plan = self._plans.get(key)
+        self.last = key, plan
+        return plan
+
+    def add(self, key: tuple[Any, ...], spec: RoundSpec) -> RoundPlan:
+        """Make and keep the plan of a key. Local."""
+        plan = self.make(spec)
         if len(self._plans) >= _MOST_PLANS:
             self._plans.pop(next(iter(self._plans)), None)  # the oldest: T varies freely in prefill
-        key, _ = self._last
-        self._plans[key], self._last = plan, (key, plan)
+        self._plans[key], self.last = plan, (key, plan)
         return plan
 
     def make(self, spec: RoundSpec) -> RoundPlan:
@@ -321,7 +298,7 @@ class RoundPlans:
             for kept in (plan.dispatches, plan.combines, plan.received):
                 kept.clear()
         self._plans.clear()
-        self._last = None, None
+        self.last = None, None
 
     def _frame(self, spec: RoundSpec) -> Frame:
         """The shapes of a batch, as meta tensors."""

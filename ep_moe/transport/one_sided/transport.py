@@ -16,16 +16,7 @@ from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, get_scheme
 from ep_moe.routing import Routing
 from ep_moe.transport.base import Dispatched, RoundKind, RoundOptions, Transport, no_tokens
-from ep_moe.transport.checks import (
-    DispatchArguments,
-    bound_fits,
-    check_dispatch,
-    check_expert_output,
-    check_results,
-    compare_ranks,
-    count_rows,
-)
-from ep_moe.transport.layer_tag import LayerTag
+from ep_moe.transport.checks import check_expert_output, check_results, compare_ranks, count_rows
 from ep_moe.transport.one_sided.combine_launcher import CombineLauncher
 from ep_moe.transport.one_sided.dispatch_launcher import DispatchLauncher
 from ep_moe.transport.one_sided.faults import Faults
@@ -35,7 +26,7 @@ from ep_moe.transport.one_sided.round_plan import ExchangeRound, KernelContext, 
 from ep_moe.transport.one_sided.slot_state import ExchangeStatistics, SlotStates
 from ep_moe.transport.one_sided.tuning import Tuning
 from ep_moe.transport.one_sided.warmup import warm_up
-from ep_moe.transport.slots import Slots
+from ep_moe.transport.slots import CLOSED, Slot, Slots
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -139,18 +130,18 @@ class NvlinkTransport(Transport):
         self, x: torch.Tensor | Quantized, routing: Routing, *, slot: int = 0, **options: "Unpack[RoundOptions]"
     ) -> None:
         """See `Transport.dispatch_send`. Local, on the current stream, no host sync."""
-        round_ = self._begin(x, routing, slot, options)
+        entry, round_ = self._begin(x, routing, slot, options)
         self._dispatches.send(round_)
-        self._open_round(round_, "dispatch_recv")
+        self.num_rounds += 1
+        entry.next, entry.state = "dispatch_recv", round_
 
     def dispatch_recv(self, *, slot: int = 0) -> Dispatched:
         """See `Transport.dispatch_recv`. Local, on the current stream, no host sync."""
         self._faults.poll()
-        round_ = self._slots.expect(slot, "dispatch_recv")
-        batch = self._dispatches.receive(round_)
-        round_.tokens = ()
-        self._slots.put(slot, "combine_send", round_)
-        return Dispatched(batch=batch, handle=round_)
+        entry = self._slots.expect(slot, "dispatch_recv")
+        batch = self._dispatches.receive(entry.state)
+        entry.next = "combine_send"
+        return Dispatched(batch=batch, handle=entry.state)
 
     def dispatch(
         self, x: torch.Tensor | Quantized, routing: Routing, *, slot: int = 0, **options: "Unpack[RoundOptions]"
@@ -159,43 +150,25 @@ class NvlinkTransport(Transport):
 
         If there is no memory for the batch, nothing has been sent and the call may be repeated.
         """
-        round_ = self._begin(x, routing, slot, options)
+        entry, round_ = self._begin(x, routing, slot, options)
         batch = self._dispatches.receive(round_, send=True)
-        round_.tokens = ()
-        self._open_round(round_, "combine_send")
+        self.num_rounds += 1
+        entry.next, entry.state = "combine_send", round_
         return Dispatched(batch=batch, handle=round_)
 
-    def _begin(self, x: torch.Tensor | Quantized, routing: Routing, slot: int, options: RoundOptions) -> ExchangeRound:
-        """Check a dispatch, find the plan of its round or make it, and prepare the input for the kernel."""
+    def _begin(
+        self, x: torch.Tensor | Quantized, routing: Routing, slot: int, options: RoundOptions
+    ) -> tuple[Slot[ExchangeRound], ExchangeRound]:
+        """The slot of a dispatch that may be launched, and its round."""
         self._faults.poll(settle=True)
-        self._slots.expect(slot, "dispatch_send")
-        arguments, plan = DispatchArguments(x, routing, **options), None
-        bound, size = arguments.max_num_tokens, self.config.max_tokens_per_rank
+        entry = self._slots.expect(slot, "dispatch_send")
         try:
-            if bound is not None:
-                size = self._plans.size_for(bound)
-            if isinstance(arguments.layer, LayerTag):
-                plan = self._plans.find(arguments, size)
-        except (AttributeError, TypeError):  # not a tensor: `check_dispatch` refuses it
-            plan = None
-        if (
-            plan is None
-            or plan.spec.quantized
-            or not (bound is None or bound_fits(bound, plan.spec.num_tokens, self.config))
-        ):
-            try:
-                check_dispatch(arguments, self.config, self.rank, self.device)
-            except ValueError as error:
-                self.refuse(error, slot=slot, num_tokens=count_rows(x))
-            plan = plan or self._plans.add(arguments, size)
-        return self._dispatches.begin(slot, self.num_rounds, plan, arguments)
-
-    def _open_round(self, round_: ExchangeRound, call: str) -> None:
-        """Record a round whose dispatch has been launched, or its sending half; `call` is the next one."""
-        self.num_rounds += 1
-        self._slots.put(round_.slot, call, round_)
+            round_ = self._dispatches.begin((slot, self.num_rounds, 0), x, routing, **options)
+        except ValueError as error:
+            self.refuse(error, slot=slot, num_tokens=count_rows(x))
         if self._open is not None:
-            self._open.begin(round_.slot, round_.plan.spec.num_tokens)
+            self._open.begin(entry, round_.plan.spec.num_tokens)
+        return entry, round_
 
     def combine(
         self,
@@ -208,39 +181,41 @@ class NvlinkTransport(Transport):
         """`combine_send` and `combine_recv` in one launch. Local, on the current stream, no host sync."""
         self._faults.poll()
         handle = dispatched.handle
-        round_ = self._slots.expect(handle.slot, "combine_send", handle.round)
+        entry = self._slots.expect(handle.slot, "combine_send", handle.round)
+        round_ = entry.state
         plan = round_.plan
         if type(y) is not torch.Tensor or (y.shape, y.dtype, y.device, y.layout) != plan.output:
             check_expert_output(y, dispatched.batch)
         if shared is not None or out is not None:
             check_results((plan.spec.num_tokens, self.config.hidden), self.config, self.device, shared=shared, out=out)
         result = self._combines.receive(round_, y.contiguous(), send=True, shared=shared, out=out)
-        self._close(handle.slot)
+        entry.next, entry.state = CLOSED
         return result
 
     def combine_send(self, y: torch.Tensor, dispatched: Dispatched) -> None:
         """See `Transport.combine_send`. Local, on the current stream, no host sync."""
         self._faults.poll()
         handle = dispatched.handle
-        round_ = self._slots.expect(handle.slot, "combine_send", handle.round)
+        entry = self._slots.expect(handle.slot, "combine_send", handle.round)
+        round_ = entry.state
         if type(y) is not torch.Tensor or (y.shape, y.dtype, y.device, y.layout) != round_.plan.output:
             check_expert_output(y, dispatched.batch)
         round_.sent_y = y.contiguous()
         self._combines.send(round_, round_.sent_y)
-        self._slots.put(handle.slot, "combine_recv", round_)
+        entry.next = "combine_recv"
 
     def send_nan(self, *, slot: int) -> int:
         """`combine_send` of NaN, also before `dispatch_recv`: experts have failed. It needs no memory.
 
         Returns the round. Local, on the current stream, no host sync.
         """
-        call, round_ = self._slots.stage(slot)
-        if call == "dispatch_recv" and round_ is not None:
-            self._dispatches.discard(round_)
-            self._slots.put(slot, "combine_send", round_)
-        round_ = self._slots.expect(slot, "combine_send")
+        entry = self._slots.find(slot)
+        if entry.next == "dispatch_recv":
+            self._dispatches.discard(entry.state)
+            entry.next = "combine_send"
+        round_ = self._slots.expect(slot, "combine_send").state
         self._combines.send(round_, None)
-        self._slots.put(slot, "combine_recv", round_)
+        entry.next = "combine_recv"
         return round_.round
 
     def combine_recv(
@@ -249,11 +224,11 @@ class NvlinkTransport(Transport):
         """See `Transport.combine_recv`. Local, on the current stream, no host sync."""
         self._faults.poll()
         handle = dispatched.handle
-        round_ = self._slots.expect(handle.slot, "combine_recv", handle.round)
-        shape = round_.plan.spec.num_tokens, self.config.hidden
+        entry = self._slots.expect(handle.slot, "combine_recv", handle.round)
+        shape = entry.state.plan.spec.num_tokens, self.config.hidden
         check_results(shape, self.config, self.device, shared=shared, out=out)
-        result = self._combines.receive(round_, shared=shared, out=out)
-        self._close(handle.slot)
+        result = self._combines.receive(entry.state, shared=shared, out=out)
+        entry.next, entry.state = CLOSED
         return result
 
     def refuse(self, error: ValueError, *, slot: int = 0, num_tokens: int = 0) -> NoReturn:
@@ -262,21 +237,19 @@ class NvlinkTransport(Transport):
         `num_tokens`: this rank's token count in the header.
         """
         self._faults.poll(settle=True)
-        self._slots.expect(slot, "dispatch_send")
+        entry = self._slots.expect(slot, "dispatch_send")
         x, routing = no_tokens(self.config, 1, self.device)
         count, too_many = None, num_tokens > self.config.max_tokens_per_rank
         if too_many:
             self._faults.note_too_many(num_tokens)
             count = torch.full((1,), num_tokens, dtype=torch.int32, device=self.device)
-        arguments = DispatchArguments(x, routing, Layout.FLAT, get_scheme("none"), count)
-        size = self.config.max_tokens_per_rank
-        plan = self._plans.find(arguments, size) or self._plans.add(arguments, size)
-        round_ = self._dispatches.begin(slot, self.num_rounds, plan, arguments, refusal=int(not too_many))
+        place = slot, self.num_rounds, int(not too_many)
+        round_ = self._dispatches.begin(place, x, routing, Layout.FLAT, get_scheme("none"), count)
         self.num_rounds += 1
         self._dispatches.receive(round_, send=True)
-        self._slots.put(slot, "combine_send", round_)  # if the next launch fails, `abandon` continues here
+        entry.next, entry.state = "combine_send", round_  # if the next launch fails, `abandon` continues here
         self._combines.receive(round_, send=True)
-        self._close(slot)
+        entry.next, entry.state = CLOSED
         raise error
 
     def abandon(self, *, slot: int = 0) -> None:
@@ -285,13 +258,14 @@ class NvlinkTransport(Transport):
         If a launch fails, it may be called again and continues after the last launch.
         """
         self._faults.poll()
-        call, round_ = self._slots.stage(slot)
+        entry = self._slots.find(slot)
+        round_ = entry.state
         if round_ is None:
             return
-        if call != "combine_recv":
+        if entry.next != "combine_recv":
             self.send_nan(slot=slot)
         self._combines.receive(round_, out=self._combines.unused.expand(round_.plan.spec.num_tokens, -1))
-        self._close(slot)
+        entry.next, entry.state = CLOSED
 
     def warmup(self, kinds: Sequence[RoundKind]) -> None:
         """See `Transport.warmup`. Waits for the other ranks without a timeout, since compile times differ."""
@@ -325,11 +299,6 @@ class NvlinkTransport(Transport):
             self._memory.destroy()
         else:
             _STILL_IN_USE.append((self._context, self._plans, self._faults))
-
-    def _close(self, slot: int) -> None:
-        self._slots.close(slot)
-        if self._open is not None:
-            self._open.end(slot)
 
 
 class NvshmemTransport(NvlinkTransport):

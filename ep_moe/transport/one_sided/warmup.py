@@ -16,10 +16,9 @@ from ep_moe.kernels.exchange.combine_send import Results
 from ep_moe.quant import Quantized, QuantScheme, as_bytes, get_scheme
 from ep_moe.routing import Routing
 from ep_moe.transport.base import RoundKind
-from ep_moe.transport.checks import DispatchArguments
 from ep_moe.transport.one_sided.combine_launcher import CombineLauncher
 from ep_moe.transport.one_sided.dispatch_launcher import DispatchLauncher
-from ep_moe.transport.one_sided.round_plan import RoundSpec, distinct_sizes
+from ep_moe.transport.one_sided.round_plan import distinct_sizes
 
 _MOST_COMPILERS = 8  # threads
 _Call = tuple[Kernel, Tensors, tuple[int, ...]]
@@ -50,9 +49,7 @@ def _kernels_of(kind: RoundKind, rows: int, dispatches: DispatchLauncher, combin
     ids = torch.full((rows, kind.num_topk), -1, dtype=kind.ids_dtype, **like)
     routing = Routing(topk_ids=ids, topk_weights=torch.zeros(rows, kind.num_topk, dtype=torch.float32, **like))
     count = torch.zeros(1, dtype=torch.int32, **like) if kind.counted else None
-    arguments = DispatchArguments(x, routing, kind.layout, scheme, count)
-    plan = dispatches.plans.make(RoundSpec.of(arguments, config.max_tokens_per_rank))
-    round_ = dispatches.begin(0, 0, plan, arguments)
+    round_ = dispatches.begin((0, 0, 0), x, routing, kind.layout, scheme, count)
     nothing = dispatches.batch_of(None)
     batch, shared = nothing, None
     if scheme.payload.quantized:
