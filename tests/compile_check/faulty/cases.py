@@ -12,10 +12,13 @@ FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 
 ON_HOPPER = (
     "_copy_kernel",
-    "_strided_load_kernel",
+    "_decoded_product_kernel",
+    "_not_compiling_kernel",
     "_polling_kernel",
-    "_store_products",
     "_publishing_kernel",
+    "_spilling_kernel",
+    "_store_products",
+    "_strided_load_kernel",
     "publish",
 )
 TARGETS_OF = {f"compile_check.faulty.kernels.{name}": (90,) for name in ON_HOPPER}  # as `_case` says
@@ -34,7 +37,7 @@ def _case(
     targets: tuple[int, ...] | None = (90,),
     **options: Any,
 ) -> Case:
-    """By default of one target: loads and stores are the same instructions on both."""
+    """By default of one target: instructions of products are other ones on the second, and all else is the same."""
     return Case(
         name=name,
         launch=lambda: kernel[(4,)](*args, **options),
@@ -45,17 +48,24 @@ def _case(
 
 
 def _product(
-    name: str, dtype: torch.dtype, *, m: int, widen: bool = False, excuses: Any = (), num_stages: int = 3
+    name: str,
+    dtype: torch.dtype,
+    *,
+    m: int,
+    widen: bool = False,
+    excuses: Any = (),
+    num_stages: int = 3,
+    targets: tuple[int, ...] | None = (90,),
 ) -> Case:
     x, w, bias = _empty(m, 512, dtype=dtype), _empty(128, 512, dtype=dtype), _empty(128, dtype=BF16)
     flag, y = _empty(1, dtype=torch.uint8), _empty(m, 128, dtype=BF16)
     sizes: dict[str, Any] = {"M": m, "N": 128, "K": 128, "WIDEN": widen, "num_stages": num_stages}
-    return _case(name, kernels._product_kernel, x, w, bias, flag, y, 512, excuses=excuses, targets=None, **sizes)
+    return _case(name, kernels._product_kernel, x, w, bias, flag, y, 512, excuses=excuses, targets=targets, **sizes)
 
 
 def _decoded_product(name: str) -> Case:
     x, w, y = _empty(64, 512, dtype=BF16), _empty(128, 512, dtype=torch.int8), _empty(64, 128, dtype=BF16)
-    return _case(name, kernels._decoded_product_kernel, x, w, y, 512, targets=None, M=64, N=128, K=64, num_stages=3)
+    return _case(name, kernels._decoded_product_kernel, x, w, y, 512, M=64, N=128, K=64, num_stages=3)
 
 
 def _copy(name: str, dtype: torch.dtype, *, aligned: bool, payload_width_bytes: Any = ()) -> Case:
@@ -74,13 +84,13 @@ def cases() -> list[Case]:
     words = {"_copy_kernel": 16}
     narrow_tile = {("_product_kernel", "tensor_core"): "16 rows are too few for the fp8 instructions of a warp group"}
     return [
-        _product("right fp8", FP8, m=64),
-        _product("right bf16", BF16, m=64),
+        _product("right fp8", FP8, m=64, targets=None),
+        _product("right bf16", BF16, m=64, targets=None),
         _product("right bf16 with few rows", BF16, m=16),
-        _product("widened", FP8, m=64, widen=True),
-        _product("few rows", FP8, m=16),
+        _product("widened", FP8, m=64, widen=True, targets=None),
+        _product("few rows", FP8, m=16, targets=None),
         _product("few rows, excused", FP8, m=16, num_stages=2, excuses=narrow_tile),
-        _product("idle excuse", FP8, m=128, excuses=narrow_tile),
+        _product("idle excuse", FP8, m=64, excuses=narrow_tile),
         _product("too many stages", BF16, m=64, num_stages=6),
         _decoded_product("running on"),
         _copy("right copy", FP8, aligned=True),
@@ -88,15 +98,13 @@ def cases() -> list[Case]:
         _copy("bytes", FP8, aligned=False),
         _copy("halves", BF16, aligned=False),
         _copy("words", torch.int32, aligned=False, payload_width_bytes=words),
-        _case(
-            "spill", kernels._spilling_kernel, _empty(8192, dtype=torch.float32), targets=None, BLOCK=8192, maxnreg=32
-        ),
+        _case("spill", kernels._spilling_kernel, _empty(8192, dtype=torch.float32), BLOCK=8192, maxnreg=32),
         _case("strided", kernels._strided_load_kernel, x, x, 1, BLOCK=2048),
         _case("right polls", kernels._polling_kernel, x.view(torch.int32), x.view(torch.int32), BEHIND=True),
         _case("polls", kernels._polling_kernel, x.view(torch.int32), x.view(torch.int32), BEHIND=False),
         _case("right words", kernels._publishing_kernel, x.view(torch.int64), cache_modifier=".wt"),
         _case("weak words", kernels._publishing_kernel, x.view(torch.int64), cache_modifier=".cg"),
-        _case("error", kernels._not_compiling_kernel, x, targets=None),
+        _case("error", kernels._not_compiling_kernel, x),
         Case(name="failing", launch=_failing_launcher),
         Case(name="idle", launch=lambda: None),
     ]
