@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 
@@ -18,6 +19,7 @@ import triton
 import triton.language as tl
 from quick_interpreter import KNOWN_VERSIONS, hurry
 from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 ROWS, COLUMNS, WIDTH = 5, 48, 64
@@ -41,7 +43,8 @@ def _mixed_kernel(x_ptr, ids_ptr, sums_ptr, half_ptr, rows_ptr, words_ptr, COLUM
     block = tl.reshape(x, (4, WIDTH // 4))
     means = tl.sum(block, 1) / block.shape[1] + tl.max(block, 0)[:, None].to(half_ptr.dtype.element_ty)
     place = tl.arange(0, block.shape[1])[:, None] * block.shape[0] + tl.arange(0, block.shape[0])[None, :]
-    tl.store(half_ptr + row * WIDTH + place, means.to(tl.bfloat16))
+    halves = 2 - means.to(tl.bfloat16) / 3 + x.to(tl.float8e4nv).to(tl.bfloat16).reshape(means.shape) * -0.0
+    tl.store(half_ptr + row * WIDTH + place, halves)
     ids = tl.load(ids_ptr + row)
     word = ((ids * 1103515245 + column) / block.numel).to(ids.dtype).to(tl.int64)
     tl.store(words_ptr + row * WIDTH + column, (word << 32) | x.to(tl.int32, bitcast=True).to(word.dtype))
@@ -58,21 +61,33 @@ def _results() -> list[torch.Tensor]:
     return [sums.view(torch.int32), half.view(torch.int16), rows, words]
 
 
+def _conversions() -> list[Any]:
+    """All bfloat16 and floats of a byte as float32, and any float32 as bfloat16, with and without subnormals."""
+    halves, words = numpy.arange(2**16, dtype=numpy.uint16), numpy.arange(2**16, dtype=numpy.uint32) * 65539
+    some = [(halves, tl.bfloat16, tl.float32), (halves[halves & 0x7F80 > 0], tl.bfloat16, tl.float32)]
+    some += [(words, tl.float32, tl.bfloat16), (words[words & 0x7F800000 > 0], tl.float32, tl.bfloat16)]
+    some += [(halves[:256].astype(numpy.uint8), kind, tl.float32) for kind in (tl.float8e4nv, tl.float8e5)]
+    return [interpreter._convert_float(*each, None).view(numpy.uint8) for each in some]
+
+
 def _internals() -> list[Any]:
     """All that the patches replace."""
     return [
         *(interpreter._patch_lang, interpreter._patch_lang_core, interpreter._get_np_dtype),
+        *(interpreter._patch_attr, interpreter._convert_float, interpreter.TensorHandle.__init__),
+        *(TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value),
         *(core._unwrap_if_constexpr, core.block_type.__init__, core.tensor.__init__),
         *(core.block_type.to_ir, core.pointer_type.to_ir, interpreter.interpreter_builder.options),
     ]
 
 
 def _check_results() -> None:
-    before, plain = _internals(), _results()
+    before, plain, converted = _internals(), _results(), _conversions()
     hurry()
     assert all(now != was for now, was in zip(_internals(), before, strict=True)), "the interpreter is not patched"
     again = _results()
     assert plain[2].sum() == ROWS * COLUMNS
+    assert all(numpy.array_equal(a, b) for a, b in zip(_conversions(), converted, strict=True)), "conversions differ"
     assert all(torch.equal(a, b) for a, b in zip(again, plain, strict=True)), "the patched interpreter differs"
 
 

@@ -2,22 +2,18 @@
 
 import contextlib
 import dataclasses
+import importlib
 import inspect
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from quick_interpreter import hurry
-
 from ep_moe.config import GroupConfig
 from ep_moe.group import EPGroup
-from ep_moe.kernels.exchange import combine_receive, dispatch_receive, waits
 from ep_moe.launch import launch
 from ep_moe.transport.one_sided import combine_launcher, dispatch_launcher, memory, round_plan, transport, tuning
 
 # what ranks import: their tests, and for `poisoned_memory` the last
-PRELOADED = ("pytest", "nvlink.common", "ep_moe.layer", "ep_moe.testing", "torch._inductor.config")
-PAUSE_SECS = 3e-3  # a poll takes as long: waiting ranks leave the cores to the others
+PRELOADED = ("pytest", "nvlink.common", "nvlink.ready", "ep_moe.layer", "ep_moe.testing", "torch._inductor.config")
 
 
 def on_ranks(check: Callable[..., Any], *args: Any, num_ranks: int = 2, timeout_secs: float = 60.0) -> list[Any]:
@@ -27,10 +23,8 @@ def on_ranks(check: Callable[..., Any], *args: Any, num_ranks: int = 2, timeout_
 
 
 def hurried(group: EPGroup, check: Callable[..., Any], *args: Any) -> Any:
-    """Run a check on this rank in the faster interpreter; a rank that waits yields its core to the others."""
-    hurry()
-    for module in (waits, dispatch_receive, combine_receive):
-        module.pause = lambda: time.sleep(PAUSE_SECS)
+    """Run a check on this rank, which `nvlink.ready` has prepared."""
+    importlib.import_module("nvlink.ready")
     return check(group, *args)
 
 

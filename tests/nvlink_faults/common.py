@@ -29,7 +29,7 @@ NO_RANK_LOST = GroupConfig(timeout_secs=60.0, heartbeat_secs=0.25)  # for tests 
 SLACK_SECS = 5.0  # for a machine whose cores the ranks share
 HIDDEN, NUM_TOKENS, MAX_TOKENS, NUM_TOPK, EXPERTS_PER_RANK = 16, 2, 4, 2, 2
 LOST_ROUND = 1
-PRELOADED = ("pytest", "nvlink.common", "nvlink_faults.common")  # what ranks import
+PRELOADED = ("pytest", "nvlink.common", "nvlink.ready", "nvlink_faults.common")  # what ranks import
 KIND: dict[str, Any] = {"layout": Layout.COMPACT, "scheme": get_scheme("none")}
 
 
