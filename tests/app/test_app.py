@@ -129,7 +129,8 @@ def fp8_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def small(tmp_path: Path) -> str:
     """A config of a short run, with the shipped one's bound."""
     path = tmp_path / "small.toml"
-    path.write_text('[run]\nprompts = ["In the beginning", "Blessed"]\nnew_tokens = [6, 4]\nteacher_tokens = 96\n')
+    sizes = "new_tokens = [6, 4]\nteacher_tokens = 64\nwindow = 32"
+    path.write_text(f'[run]\nprompts = ["In the beginning", "Blessed"]\n{sizes}\n')
     return str(path)
 
 
@@ -155,8 +156,8 @@ def test_run_on_fp8_as_it_is_stored_is_refused(fp8_model: str, small: str) -> No
 
 def test_eval_on_fp8_has_both_losses(training: Any, fp8_model: str) -> None:
     plain = AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL, dtype=torch.float32, experts_implementation="eager")
-    report = call("eval", "--model", fp8_model, "--quant", "auto", "--max-bytes", "4096")
-    loss = training.evaluate(plain, training.windows(SHIPPED_TEXT.read_bytes()[:4096], 512), batch_size=4).loss
+    report = call("eval", "--model", fp8_model, "--quant", "auto", "--max-bytes", "2048")
+    loss = training.evaluate(plain, training.windows(SHIPPED_TEXT.read_bytes()[:2048], 512), batch_size=4).loss
     assert report["scheme"] == "fp8_block"
     assert 0 < abs(report["whole_nats_per_byte"] - loss) < 0.003 * loss
     assert 0 < abs(report["difference"]) < 0.003 * loss
