@@ -1,5 +1,6 @@
 """Setup shared by all tests."""
 
+import gc
 import logging
 import os
 import signal
@@ -22,7 +23,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the server that forks ranks, and the groups of files that run in separate processes."""
+    """Start the server that forks ranks, and the groups of files that run in separate processes.
+
+    What is loaded by then stays: a collection of garbage, of which tests ask for some, need not look at it.
+    """
+    gc.collect()
+    gc.freeze()
     if session.config.option.collectonly:
         return
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # in a separate process, whose ranks import less

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from helpers import separate
 
-GROUPS = separate.groups(Path(__file__).parent / "interpreted", 3)
+GROUPS = separate.groups(Path(__file__).parent / "interpreted", 2)
 
 
 @pytest.mark.timeout(900)  # it may wait for others

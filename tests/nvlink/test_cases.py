@@ -58,6 +58,8 @@ def check_on_rank(group: EPGroup, stores: str = "") -> dict[str, str]:
     outcomes, every = {}, cases(group.num_ranks)
     options, make = ({"nvshmem_stores": stores}, NvshmemTransport) if stores else ({}, NvlinkTransport)
     for (name, case), way in zip(every.items(), ways([*every.values()]), strict=True):
+        if stores and group.num_ranks == 2 and len(way) == 1:
+            continue  # puts carry rows, and words, of each layout and payload: other numbers of them are alike
         outcomes[name] = ""
         for slot, kind in enumerate(way):
             with patched(WORD_TOKENS=16 if kind == "words" else 0, SELF_COUNTED_TOKENS=4, BLOCK_TOKENS=4):
