@@ -40,7 +40,9 @@ class Placement:
 
     def __post_init__(self) -> None:
         for name in ("physical_to_logical", "starts"):
-            object.__setattr__(self, name, typed(getattr(self, name), tuple[int, ...], name))
+            value = getattr(self, name)
+            if type(value) is not tuple or set(map(type, value)) != {int}:  # a plan makes tens of thousands of ints
+                object.__setattr__(self, name, typed(value, tuple[int, ...], name))
         num_physical, present = len(self.physical_to_logical), sorted(set(self.physical_to_logical))
         if not present:
             raise ValueError("physical_to_logical () holds no expert; at least 1 is needed")
@@ -119,6 +121,14 @@ class Placement:
         """Return the logical experts of `rank` in physical order. Errors: ValueError if rank is not in [0, R)."""
         self._check_rank(rank)
         return self.physical_to_logical[self.starts[rank] : self.starts[rank + 1]]
+
+    def owners(self) -> list[list[int]]:
+        """The ranks that have each logical expert, ascending, [E]; one that has several copies occurs as often."""
+        found: list[list[int]] = [[] for _ in range(self.num_experts)]
+        for rank in range(self.num_ranks):
+            for expert in self.local_experts(rank):
+                found[expert].append(rank)
+        return found
 
     def expert_map(self, rank: int, device: torch.device | str | None = None) -> torch.Tensor:
         """Map a logical expert to its index among the experts of `rank`, as vLLM's `expert_map` does.

@@ -19,7 +19,7 @@ LEVELS = [
     {"config", "environment", "fields", "grammar", "logs", "names", "quant", "tensors", "kernels", "kernel_launch"},
     {"group", "launch", "routing", "placement", "layout", "weights"},
     {"transport", "experts"},
-    {"local_moe", "layer", "functional", "testing", "profiling"},
+    {"local_moe", "layer", "functional", "balance", "testing", "profiling"},
     {"engines", "serving", "bench", "report", "tune", "planning"},
     {"app", "cli", "__main__", "__init__"},
 ]
