@@ -18,6 +18,9 @@ from ep_moe.kernels.numerics import INT32_MAX, INTERPRET, clamp_to_int32, to_bf1
 NOTHING = tl.constexpr(-(2**31))  # below every score's key: no expert, or one that is chosen already
 KEY_OF_INFINITY = tl.constexpr(0x7F800000)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+LOW = tl.constexpr(0xFFFFFFFF)
+# of the hash that chooses copies
+OF_ROW, OF_EXPERT, FIRST, SECOND = (tl.constexpr(n) for n in (0x9E3779B1, 0x85EBCA77, 0x7FEB352D, 0x846CA68B))
 
 
 class Scores(NamedTuple):
@@ -25,7 +28,8 @@ class Scores(NamedTuple):
 
     logits_ptr: Any  # [T, E] float32, bfloat16 or float16, rows `logits_stride` apart
     bias_ptr: Any  # [E] of the same dtypes, if BIAS
-    physical_ptr: Any  # [E] int64, logical to physical expert, if MAPPED
+    words_ptr: Any  # int64: [E] logical to physical expert, or `PositionTable.words`, if MAPPED or COUNTS
+    num_tokens_ptr: Any = None  # [1] int32: rows from there on are not counted
 
 
 class Chosen(NamedTuple):
@@ -34,6 +38,15 @@ class Chosen(NamedTuple):
     ids_ptr: Any  # [T, K] int32
     weights_ptr: Any  # [T, K] float32
     replay_ptr: Any  # [T, K] int16, logical experts, if REPLAY
+
+
+class IdMaps(NamedTuple):
+    """The tensors of a mapping of ids."""
+
+    ids_ptr: Any  # [T, K] int32 or int64, logical
+    words_ptr: Any  # as in `Scores`
+    out_ptr: Any  # [T, K] int32, dense
+    num_tokens_ptr: Any = None  # as in `Scores`
 
 
 class Method(NamedTuple):
@@ -54,6 +67,8 @@ class Method(NamedTuple):
     FACTOR: tl.constexpr
     BIAS: tl.constexpr
     MAPPED: tl.constexpr
+    COPIES: tl.constexpr  # experts may have several positions
+    COUNTS: tl.constexpr  # where the counts of experts begin in the words; 0 if nothing is counted
     REPLAY: tl.constexpr
     ALIGNMENT: tl.constexpr  # of rows of logits, and of the bias, in bytes
     ROUNDED: tl.constexpr  # the dtype that weights are rounded to: "float32", "bfloat16" or "float16"
@@ -123,6 +138,34 @@ def _largest_and_sum(x, inside):
     return largest, tl.sum(tl.where(inside, _exp(x - largest), 0.0))
 
 
+@triton.jit
+def _hash(row, expert):
+    """As `ep_moe.routing.positions`: an evenly distributed uint32 for each row and expert."""
+    value = row.to(tl.uint32) * OF_ROW + expert.to(tl.uint32) * OF_EXPERT
+    value = (value ^ (value >> 16)) * FIRST
+    value = (value ^ (value >> 15)) * SECOND
+    return value ^ (value >> 16)
+
+
+@triton.jit
+def _position(words_ptr, row, expert, mask, COPIES: tl.constexpr):
+    """The position of an expert for a token of this row, int64; `mask`: where there is one."""
+    word = tl.load(words_ptr + expert, mask=mask, other=0)
+    if COPIES:
+        choices = (word >> 32).to(tl.uint32)
+        place = (word & LOW) + ((_hash(row, expert).to(tl.uint64) * choices) >> 32).to(tl.int64)
+        word = tl.load(words_ptr + place, mask=mask & (choices > 0), other=word)
+    return word
+
+
+@triton.jit
+def _count(counts_ptr, num_tokens_ptr, row, expert, mask):
+    """Add one to each expert of the rows before the padding."""
+    if num_tokens_ptr is not None:
+        mask = mask & (row < tl.load(num_tokens_ptr))
+    tl.atomic_add(counts_ptr + expert, tl.full(expert.shape, 1, tl.int64), mask=mask, sem="relaxed")
+
+
 @triton.jit(
     do_not_specialize=["num_tokens", "logits_stride", "replay_stride", "replay_column_stride"],
     do_not_specialize_on_alignment=["scores", "chosen"],
@@ -170,7 +213,9 @@ def _route_kernel(
     logit = tl.load(row_ptr + ids, mask=used, other=0.0).to(tl.float32)
     physical = ids
     if METHOD.MAPPED:
-        physical = tl.load(scores.physical_ptr + ids, mask=used, other=0).to(tl.int32)
+        physical = _position(scores.words_ptr, token, ids, used, METHOD.COPIES).to(tl.int32)
+    if METHOD.COUNTS:
+        _count(scores.words_ptr + METHOD.COUNTS, scores.num_tokens_ptr, token, ids, used)
     if METHOD.WEIGHT == "softmax_chosen":
         largest, total = _largest_and_sum(logit, used)
     if METHOD.WEIGHT == "sigmoid":
@@ -201,25 +246,31 @@ def _route_kernel(
     do_not_specialize_on_alignment=["maps"],
 )
 def _map_ids_kernel(
-    maps,  # ids [T, K] int32 or int64, logical; [E] int64, logical to physical; [T, K] int32, out, dense
+    maps,  # `IdMaps`
     num_ids,  # T * K
     row_stride,
     column_stride,
     K: tl.constexpr,
-    E: tl.constexpr,  # 0 if all ids stay
+    E: tl.constexpr,  # 0 if all ids stay and nothing is counted
     ADDED: tl.constexpr,  # P - E
+    MAPPED: tl.constexpr,  # else all ids stay
+    COPIES: tl.constexpr,
+    COUNTS: tl.constexpr,  # as in `Method`
     BLOCK: tl.constexpr,
 ):
     """Turn logical ids into physical ones: negative ids stay; an id from E on grows by P - E, and so stays invalid.
 
     Example: 3 experts at positions 0, 1 and 3 of 4, and ids -1, 2 and 3 give -1, 3 and 4.
     """
-    ids_ptr, physical_ptr, out_ptr = maps
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < num_ids
     row, column = (place // K).to(tl.int64), (place % K).to(tl.int64)
-    ids = tl.load(ids_ptr + row * row_stride + column * column_stride, mask=inside, other=-1).to(tl.int64)
+    ids = tl.load(maps.ids_ptr + row * row_stride + column * column_stride, mask=inside, other=-1).to(tl.int64)
     known = (ids >= 0) & (ids < E)
-    physical = tl.load(physical_ptr + tl.where(known, ids, 0), mask=inside & known, other=0)
+    physical = tl.where(known, ids, 0)
+    if COUNTS:
+        _count(maps.words_ptr + COUNTS, maps.num_tokens_ptr, row, physical, inside & known)
+    if MAPPED:
+        physical = _position(maps.words_ptr, row, physical, inside & known, COPIES)
     physical = tl.where(known, physical, tl.where(ids < 0, ids, ids + ADDED))
-    tl.store(out_ptr + place, clamp_to_int32(physical), mask=inside)
+    tl.store(maps.out_ptr + place, clamp_to_int32(physical), mask=inside)

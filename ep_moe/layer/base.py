@@ -16,10 +16,10 @@ from ep_moe.experts import Experts
 from ep_moe.group import PeerLostError
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, QuantScheme, quantize
-from ep_moe.routing import Routing, apply_weights_to_input, make_routing, route, to_physical
+from ep_moe.routing import PositionTable, Routing, apply_weights_to_input, make_routing, route, to_physical
 from ep_moe.tensors import check_tensor
 from ep_moe.transport import Transport
-from ep_moe.transport.checks import check_device
+from ep_moe.transport.checks import check_device, check_num_tokens
 from ep_moe.transport.layer_tag import LayerTag
 from ep_moe.weights import ExpertWeights
 
@@ -66,7 +66,7 @@ class Layer(torch.nn.Module):
     config: MoEConfig
     weights: ExpertWeights
     transport: Transport
-    placement: Placement
+    positions: Placement | PositionTable
     scheme: QuantScheme
     experts: Experts
     routing_bias: torch.Tensor | None
@@ -76,6 +76,11 @@ class Layer(torch.nn.Module):
     # found once, since every call reads them
     _layout: Layout
     _weight_tensors: tuple[torch.Tensor, ...]
+
+    @property
+    def placement(self) -> Placement:
+        """Which rank has which expert now."""
+        return self.positions.placement if isinstance(self.positions, PositionTable) else self.positions
 
     def _kept_tensors(self) -> tuple[Any, ...]:
         """Everything that the result depends on besides a call's arguments: weights, bias, shared experts."""
@@ -97,7 +102,7 @@ class Layer(torch.nn.Module):
             if begin:
                 begin("route")
             try:
-                x, routing = self.prepare(hidden_states, router)
+                x, routing = self.prepare(hidden_states, router, num_tokens)
             except ValueError as error:
                 transport.refuse(error)
             if begin:
@@ -153,28 +158,37 @@ class Layer(torch.nn.Module):
         )
 
     def prepare(
-        self, hidden_states: torch.Tensor, router: tuple[torch.Tensor, ...]
+        self, hidden_states: torch.Tensor, router: tuple[torch.Tensor, ...], num_tokens: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | Quantized, Routing]:
         """Check the input; return the tokens for the transport, scaled by router weights or quantized as configured,
-        and the routing with physical ids. Local."""
+        and the routing with physical ids, which a `PositionTable` counts up to `num_tokens`. Local."""
         rank, device, config = self.transport.rank, self.transport.device, self.config
         names = ("topk_ids", "topk_weights") if len(router) == 2 else ("router_logits",)
         for name, value in zip(("hidden_states", *names), (hidden_states, *router), strict=True):
             if type(value) is not torch.Tensor or value.layout is not torch.strided or value.device != device:
                 check_tensor(value, name)
                 check_device(value, name, rank, device)  # first: a conversion on a meta device imports for seconds
+        num_tokens = num_tokens if isinstance(self.positions, PositionTable) else None
+        if num_tokens is not None:
+            check_num_tokens(num_tokens, rank, device)
         shape = hidden_states.shape
         if len(shape) != 2:
             raise ValueError(f"hidden_states is {tuple(shape)} on rank {rank}, expected [num_tokens, hidden]")
         if len(router) == 2:
-            routing = self._place(*router)
+            routing = self._place(*router, num_tokens)
         elif config.routing is None:
             raise ValueError("the layer has no routing config: call forward_routed, with topk_ids and topk_weights")
         elif router[0].shape != (shape[0], config.num_experts):
             found, expected = tuple(router[0].shape), (shape[0], config.num_experts)
             raise ValueError(f"router_logits is {found}, expected [num_tokens, num_experts] {expected}")
         else:
-            routing = route(router[0], config.routing, routing_bias=self.routing_bias, placement=self.placement)
+            routing = route(
+                router[0],
+                config.routing,
+                routing_bias=self.routing_bias,
+                placement=self.positions,
+                num_tokens=num_tokens,
+            )
         x: torch.Tensor | Quantized = hidden_states
         if config.apply_router_weight_on_input:
             x, routing = apply_weights_to_input(hidden_states, routing)
@@ -182,12 +196,12 @@ class Layer(torch.nn.Module):
             x = quantize(x, self.scheme, static_scale=self.weights.w13_input_scale)
         return x, routing
 
-    def _place(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Routing:
+    def _place(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_tokens: torch.Tensor | None) -> Routing:
         """The routing of the caller, with physical ids."""
-        routing = Routing(topk_ids=topk_ids, topk_weights=topk_weights)
-        if self.placement.is_identity and topk_ids.dtype == torch.int32:
+        routing, positions = Routing(topk_ids=topk_ids, topk_weights=topk_weights), self.positions
+        if isinstance(positions, Placement) and positions.is_identity and topk_ids.dtype == torch.int32:
             return routing
-        return make_routing(to_physical(topk_ids, self.placement), topk_weights)
+        return make_routing(to_physical(topk_ids, positions, num_tokens=num_tokens), topk_weights)
 
 
 def release_memory(error: BaseException | None) -> None:

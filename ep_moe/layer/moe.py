@@ -20,6 +20,7 @@ from ep_moe.layer.micro_batches import SLOTS, OverlappedCall
 from ep_moe.layer.warmup import warm_up
 from ep_moe.placement import Placement
 from ep_moe.quant import get_scheme
+from ep_moe.routing import PositionTable
 from ep_moe.transport import Transport
 from ep_moe.transport.layer_tag import LayerTag
 from ep_moe.weights import ExpertWeights
@@ -34,7 +35,9 @@ class ExpertParallelMoE(Layer):
         config: sizes, routing, activation and scheme of the layer; the same on every rank.
         weights: this rank's experts, in the order of `placement.local_experts(rank)` and in `config.scheme`.
         transport: moves the tokens; one serves all layers of a model.
-        placement: logical to physical experts; by default the transport's.
+        placement: logical to physical experts; by default the transport's. A `PositionTable` of this rank also counts
+            the experts of tokens, and may be updated between calls; layers that compute the same share one. Without
+            one, a layer makes its own if experts have copies, with all ranks on one node.
         experts: name of the experts implementation; "auto" chooses by device.
         routing_bias: [E], for the routing methods that take one.
         shared_experts: called with hidden_states [T, H] between dispatch_send and dispatch_recv; its output is added
@@ -53,7 +56,7 @@ class ExpertParallelMoE(Layer):
         weights: ExpertWeights,
         transport: Transport,
         *,
-        placement: Placement | None = None,
+        placement: Placement | PositionTable | None = None,
         experts: str = "auto",
         routing_bias: torch.Tensor | None = None,
         shared_experts: Callable[[torch.Tensor], torch.Tensor] | None = None,
@@ -69,7 +72,10 @@ class ExpertParallelMoE(Layer):
         self.config = config
         self.weights = weights
         self.transport = transport
-        self.placement = transport.placement if placement is None else placement
+        placement = transport.placement if placement is None else placement
+        if isinstance(placement, Placement) and placement.num_physical > placement.num_experts:
+            placement = PositionTable(placement, transport.rank, device=transport.device)
+        self.positions = placement
         self.scheme = get_scheme(config.scheme)
         self.experts: Experts = create_experts(
             experts, config.activation, weights.w13.values.device, scheme=self.scheme
@@ -87,8 +93,9 @@ class ExpertParallelMoE(Layer):
         self._exchange_stream: torch.cuda.Stream | None = None  # of micro-batches, made by the first such call
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ExpertParallelMoE":
-        """A layer with its own weights, on the same transport, with the same experts implementation and observer."""
-        shared = (self.transport, self.experts, self.phases, self._exchange_stream)
+        """A layer with its own weights, on the same transport, with the same positions, experts implementation and
+        observer."""
+        shared = (self.transport, self.positions, self.experts, self.phases, self._exchange_stream)
         twin = type(self).__new__(type(self))
         memo.update({id(value): value for value in shared} | {id(self): twin})
         twin.__setstate__(copy.deepcopy(self.__dict__, memo))

@@ -12,7 +12,7 @@ import torch
 from ep_moe.layer.base import Layer
 from ep_moe.local_moe import local_moe
 from ep_moe.logs import log_step
-from ep_moe.routing import Routing, route, to_physical
+from ep_moe.routing import PositionTable, Routing, route, to_physical
 from ep_moe.transport.base import RoundKind
 
 
@@ -33,6 +33,8 @@ def warm_up(
     if transport.device.type != "cuda":
         return
     sizes = row_counts(transport.config.max_tokens_per_rank)
+    counts = counts_of(layer)
+    before = None if counts is None else counts.clone()
     with torch.no_grad():
         compute_alone(layer, num_topk, sizes)
         log_step("parts of kernels compiled", 1, 3)  # of the experts, of the exchange, of whole rounds
@@ -40,7 +42,15 @@ def warm_up(
         log_step("parts of kernels compiled", 2, 3)
         run_rounds(layer, num_topk, sizes, padded=padded, overlapped=overlapped)
         log_step("parts of kernels compiled", 3, 3)
+    if counts is not None and before is not None:
+        counts.copy_(before)
     transport.check()
+
+
+def counts_of(layer: Layer) -> torch.Tensor | None:
+    """How often tokens chose each expert, if the layer counts them. Local."""
+    table = layer.positions
+    return table.counts if isinstance(table, PositionTable) and table.counted else None
 
 
 def row_counts(max_tokens: int) -> list[int]:
@@ -71,18 +81,20 @@ def round_kinds(layer: Layer, num_topk: int, *, padded: bool, micro_batches: boo
 
 def compute_alone(layer: Layer, num_topk: int, sizes: Sequence[int]) -> None:
     """Route T tokens, and compute this rank's experts for T tokens of which none has an expert. Local."""
-    config, placement = layer.config, layer.placement
+    config, positions = layer.config, layer.positions
     for rows in sizes:
         x, routing = _tokens(layer, rows, num_topk)
         # `local_moe` chooses tiles for T * K / L rows per expert, as many as R ranks with T tokens each send
         local_moe(x, routing, layer.weights, layer.experts, layout=config.layout)
         for ids_dtype in (torch.int32, torch.int64):
-            to_physical(routing.topk_ids.to(ids_dtype), placement)
+            to_physical(routing.topk_ids.to(ids_dtype), positions)
         if config.routing is None:
             continue
         for dtype in dict.fromkeys((torch.float32, x.dtype)):
             logits = torch.zeros(rows, config.num_experts, dtype=dtype, device=x.device)
-            route(logits, config.routing, routing_bias=layer.routing_bias, placement=placement)
+            nothing = torch.zeros(1, dtype=torch.int32, device=x.device)
+            for limit in (None,) if counts_of(layer) is None else (None, nothing):
+                route(logits, config.routing, routing_bias=layer.routing_bias, placement=positions, num_tokens=limit)
 
 
 def run_rounds(

@@ -17,6 +17,7 @@ from ep_moe.placement import Placement
 from ep_moe.quant import Quantized
 from ep_moe.routing import reference
 from ep_moe.routing.base import BIASED_METHODS, MAX_KERNEL_EXPERTS, Options, Routing, check, make_routing
+from ep_moe.routing.positions import PositionTable
 
 if TYPE_CHECKING:
     from ep_moe.kernel_launch.sequence import LaunchSequence
@@ -28,8 +29,9 @@ def route(
     *,
     routing_bias: torch.Tensor | None = None,
     routing_replay_out: torch.Tensor | None = None,
-    placement: Placement | None = None,
+    placement: Placement | PositionTable | None = None,
     weights_dtype: torch.dtype = torch.float32,
+    num_tokens: torch.Tensor | None = None,
 ) -> Routing:
     """Choose K experts for every token and compute their weights, in float32.
 
@@ -48,14 +50,16 @@ def route(
         routing_bias: [E], any float dtype, for the choice only, methods 2 and 7 only.
         routing_replay_out: optional [at least T, K] int16; logical ids are written to rows [0, T).
         placement: of the E experts; with one, topk_ids are physical ids, by `placement.to_physical`, else logical ones.
+            A `Placement` takes the first copy of an expert; a `PositionTable` chooses, and may count.
         weights_dtype: float32, bfloat16 or float16; the float32 weights have values of this dtype, as in models that
             round theirs.
+        num_tokens: [1] int32 on the device: rows from there on are padding, which a table does not count.
     Returns: topk_ids [T, K] int32, columns by descending score, and topk_weights.
     Errors: ValueError if shapes, dtypes, devices, the method and its arguments do not fit each other.
     Local, on the current stream, no host sync. On a GPU one kernel, safe in CUDA graphs once a call of the same kind
     has loaded it; for more than 1024 experts, or if autograd records the logits, the kernels of torch.
     """
-    options = Options(config, routing_bias, routing_replay_out, placement, weights_dtype)
+    options = Options(config, routing_bias, routing_replay_out, placement, weights_dtype, num_tokens)
     recorded = router_logits.requires_grad and torch.is_grad_enabled()
     small = router_logits.dim() == 2 and router_logits.shape[1] <= MAX_KERNEL_EXPERTS
     if router_logits.is_cuda and small and not recorded:
@@ -87,15 +91,20 @@ def _kernels() -> ModuleType:
     return triton
 
 
-def to_physical(topk_ids: torch.Tensor, placement: Placement) -> torch.Tensor:
+def to_physical(
+    topk_ids: torch.Tensor, placement: Placement | PositionTable, *, num_tokens: torch.Tensor | None = None
+) -> torch.Tensor:
     """`placement.to_physical` for ids [T, K] that the caller brings; on a GPU in one kernel.
 
+    Args: num_tokens: as in `route`.
     Errors: ValueError for another dtype. Local, on the current stream, no host sync; safe in CUDA graphs once
     a call of the same kind has loaded the kernel.
     """
-    if not topk_ids.is_cuda or topk_ids.dim() != 2 or topk_ids.dtype not in (torch.int32, torch.int64):
-        return placement.to_physical(topk_ids)
-    return _kernels().to_physical(topk_ids, placement)
+    if topk_ids.is_cuda and topk_ids.dim() == 2 and topk_ids.dtype in (torch.int32, torch.int64):
+        return _kernels().to_physical(topk_ids, placement, num_tokens)
+    if isinstance(placement, PositionTable):
+        return placement.to_physical(topk_ids, num_tokens)
+    return placement.to_physical(topk_ids)
 
 
 def apply_weights_to_input(x: torch.Tensor | Quantized, routing: Routing) -> tuple[torch.Tensor | Quantized, Routing]:
@@ -126,6 +135,7 @@ def apply_weights_to_input(x: torch.Tensor | Quantized, routing: Routing) -> tup
 
 __all__ = [
     "BIASED_METHODS",
+    "PositionTable",
     "Routing",
     "apply_weights_to_input",
     "loaded_sequence",

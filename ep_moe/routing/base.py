@@ -10,6 +10,7 @@ import torch
 
 from ep_moe.config import DTYPES, RoutingConfig, RoutingMethod
 from ep_moe.placement import Placement
+from ep_moe.routing.positions import PositionTable
 from ep_moe.tensors import check_tensor
 
 EPSILON = 1e-20  # added to the sum that weights are divided by (DeepSeek-V3, FlashInfer)
@@ -65,8 +66,9 @@ class Options(NamedTuple):
     config: RoutingConfig
     bias: torch.Tensor | None = None
     replay_out: torch.Tensor | None = None
-    placement: Placement | None = None
+    placement: Placement | PositionTable | None = None
     weights_dtype: torch.dtype = torch.float32
+    num_tokens: torch.Tensor | None = None
 
 
 def check(logits: torch.Tensor, options: Options) -> None:
@@ -74,12 +76,12 @@ def check(logits: torch.Tensor, options: Options) -> None:
 
     Only shapes, dtypes and devices are checked, so equal ones need no further check.
     """
-    config, bias, replay_out, placement, weights_dtype = options
+    config, bias, replay_out, placement, weights_dtype, num_tokens = options
     if logits.dim() != 2 or not logits.is_floating_point():
         raise ValueError(f"router_logits are {tuple(logits.shape)} {logits.dtype}; [T, E] of a float dtype needed")
     if weights_dtype not in DTYPES.values():
         raise ValueError(f"weights_dtype is {weights_dtype}; one of {', '.join(DTYPES)} needed")
-    num_tokens, num_experts = logits.shape
+    rows, num_experts = logits.shape
     candidates = num_experts // config.num_group * config.topk_group
     if config.num_topk > num_experts:
         raise ValueError(f"num_topk ({config.num_topk}) exceeds num_experts ({num_experts})")
@@ -99,22 +101,27 @@ def check(logits: torch.Tensor, options: Options) -> None:
     if replay_out is not None:
         if replay_out.dtype != torch.int16:
             raise ValueError(f"routing_replay_out is {replay_out.dtype}; torch.int16 needed")
-        if replay_out.dim() != 2 or replay_out.shape[0] < num_tokens or replay_out.shape[1] != config.num_topk:
+        if replay_out.dim() != 2 or replay_out.shape[0] < rows or replay_out.shape[1] != config.num_topk:
             raise ValueError(
-                f"routing_replay_out is {tuple(replay_out.shape)}; at least {num_tokens} rows of "
+                f"routing_replay_out is {tuple(replay_out.shape)}; at least {rows} rows of "
                 f"num_topk ({config.num_topk}) needed"
             )
         if num_experts > MAX_REPLAY_EXPERTS:
             raise ValueError(
                 f"num_experts ({num_experts}) exceeds {MAX_REPLAY_EXPERTS}, the most for routing_replay_out"
             )
-    for name, tensor in (("routing_bias", bias), ("routing_replay_out", replay_out)):
+    if num_tokens is not None and (num_tokens.dtype != torch.int32 or num_tokens.numel() != 1):
+        raise ValueError(f"num_tokens is {tuple(num_tokens.shape)} {num_tokens.dtype}; 1 number of int32 needed")
+    optional = {"routing_bias": bias, "routing_replay_out": replay_out, "num_tokens": num_tokens}
+    for name, tensor in optional.items():
         if tensor is not None and tensor.device != logits.device:
             raise ValueError(f"{name} is on {tensor.device}, router_logits on {logits.device}")
     if placement is not None and _num_logical(placement, logits.device) != num_experts:
         raise ValueError(f"the placement has {placement.num_experts} experts, router_logits have {num_experts}")
 
 
-def _num_logical(placement: Placement, device: torch.device) -> int:
+def _num_logical(placement: Placement | PositionTable, device: torch.device) -> int:
     """E of a placement, without the loop of `num_experts` over all positions."""
+    if isinstance(placement, PositionTable):
+        return placement.num_experts
     return placement.num_physical if placement.is_identity else len(placement.logical_to_physical(device))

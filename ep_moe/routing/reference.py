@@ -9,6 +9,7 @@ import torch
 
 from ep_moe.config import RoutingConfig, RoutingMethod
 from ep_moe.routing.base import BIASED_METHODS, EPSILON, Options, Routing
+from ep_moe.routing.positions import PositionTable
 
 
 def _largest(scores: torch.Tensor, count: int) -> torch.Tensor:
@@ -52,7 +53,7 @@ def _weights_of(logits: torch.Tensor, ids: torch.Tensor, method: RoutingMethod) 
 
 def route(router_logits: torch.Tensor, options: Options) -> Routing:
     """`ep_moe.routing.route`. Local, on the current stream, no host sync."""
-    config, bias, replay_out, placement, weights_dtype = options
+    config, bias, replay_out, placement, weights_dtype, num_tokens = options
     logits, method = router_logits.float(), config.method
     if method in BIASED_METHODS:
         scores = torch.softmax(logits, 1) if config.scoring == "softmax" else torch.sigmoid(logits)
@@ -71,4 +72,8 @@ def route(router_logits: torch.Tensor, options: Options) -> Routing:
     if replay_out is not None:
         replay_out[: ids.shape[0]].copy_(ids)
     ids = ids.int()
-    return Routing(topk_ids=ids if placement is None else placement.to_physical(ids), topk_weights=weights)
+    if isinstance(placement, PositionTable):
+        ids = placement.to_physical(ids, num_tokens)
+    elif placement is not None:
+        ids = placement.to_physical(ids)
+    return Routing(topk_ids=ids, topk_weights=weights)

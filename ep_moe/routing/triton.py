@@ -6,17 +6,19 @@ Letters: T tokens on this rank, E experts, K top-k.
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
 
 from ep_moe.config import RoutingConfig, RoutingMethod
 from ep_moe.kernel_launch.allocation import allocator
-from ep_moe.kernel_launch.kernel import Kernel, Run
+from ep_moe.kernel_launch.kernel import Kernel, Run, present
 from ep_moe.kernel_launch.sequence import LaunchSequence
-from ep_moe.kernels.route import Chosen, Method, Scores, _map_ids_kernel, _route_kernel
+from ep_moe.kernels.route import Chosen, IdMaps, Method, Scores, _map_ids_kernel, _route_kernel
 from ep_moe.placement import Placement
 from ep_moe.routing.base import BIASED_METHODS, EPSILON, Options, Routing, check, make_routing
+from ep_moe.routing.positions import PositionTable
 
 _MOST_KERNELS = 256  # of different settings and numbers of programs
 _MOST_PLANS = 512
@@ -32,6 +34,28 @@ _WEIGHTS = {
 }  # and "sigmoid" for the other methods
 
 
+class _Table(NamedTuple):
+    """How kernels read the words of a placement."""
+
+    mapped: bool
+    copies: bool
+    counts: int  # where counts begin, 0 if nothing is counted
+    padded: bool  # rows from `num_tokens` on are not counted
+
+
+def _table_of(
+    placement: Placement | PositionTable | None, device: torch.device, num_tokens: torch.Tensor | None
+) -> tuple[torch.Tensor | None, _Table]:
+    """The words of a placement, None if no kernel reads them."""
+    if isinstance(placement, PositionTable):
+        counts = placement.num_experts + placement.num_physical if placement.counted else 0
+        table = _Table(placement.maps, placement.has_copies, counts, bool(counts) and num_tokens is not None)
+        return placement.words if table.mapped or counts else None, table
+    if placement is None or placement.is_identity:
+        return None, _Table(mapped=False, copies=False, counts=0, padded=False)
+    return placement.logical_to_physical(device), _Table(mapped=True, copies=False, counts=0, padded=False)
+
+
 @functools.lru_cache(maxsize=_MOST_KERNELS)
 def _kernel_of(
     config: RoutingConfig,
@@ -39,14 +63,14 @@ def _kernel_of(
     programs: int,
     device: torch.device,
     dtypes: tuple[torch.dtype, torch.dtype | None, torch.dtype],
-    mapped: bool,
+    table: _Table,
     replay: bool,
     alignment: int,
 ) -> Kernel:
     """The kernel of calls with these settings. All that depends on them and not on the tensors is found here, once.
 
     Pointers need only `alignment`: the kernel is not specialized by theirs. `dtypes` are those of logits, bias and
-    weights, the latter as in `route`.
+    weights, the latter as in `route`. A kernel reads `num_tokens` or not, so `table` says whether there is one.
     """
     _, bias_dtype, weights_dtype = dtypes  # Triton reads those of tensors off the arguments of the first call
     method = config.method
@@ -70,7 +94,9 @@ def _kernel_of(
         EPSILON=EPSILON,
         FACTOR=config.routed_scaling_factor,
         BIAS=bias_dtype is not None,
-        MAPPED=mapped,
+        MAPPED=table.mapped,
+        COPIES=table.copies,
+        COUNTS=table.counts,
         REPLAY=replay,
         ALIGNMENT=alignment,
         ROUNDED=str(weights_dtype).removeprefix("torch."),
@@ -109,17 +135,15 @@ class _Plan:
     """
 
     def __init__(self, logits: torch.Tensor, options: Options) -> None:
-        config, bias, _, placement, self._weights_dtype = options
+        config, bias, _, placement, self._weights_dtype, num_tokens = options
         self._config, self._placement = config, placement
         self.num_tokens = logits.shape[0]
         self.device, shape = logits.device, (self.num_tokens, config.num_topk)
         self.new_ids, self.new_weights = (
             allocator(shape, (config.num_topk, 1), dtype, logits.device) for dtype in (torch.int32, torch.float32)
         )
-        self._physical: torch.Tensor | None = None
-        if placement is not None and not placement.is_identity:
-            self._physical = placement.logical_to_physical(self.device)
-        self.physical_address = 0 if self._physical is None else self._physical.data_ptr()
+        self._words, self.table = _table_of(placement, self.device, num_tokens)
+        self.words_address = 0 if self._words is None else self._words.data_ptr()
         self.in_place = all(tensor is None or _readable(tensor) is tensor for tensor in (logits, bias))
         self.numbers = self.num_tokens, logits.stride(0), config.num_topk, 1
         self.signature = torch.Size(shape), torch.int32, logits.device
@@ -127,7 +151,9 @@ class _Plan:
         self.repeats: dict[int, Run] = {}
         self.sequence: LaunchSequence | None = None
 
-    def launch(self, logits: torch.Tensor, bias: torch.Tensor | None, chosen: Chosen) -> None:
+    def launch(
+        self, logits: torch.Tensor, bias: torch.Tensor | None, chosen: Chosen, num_tokens: torch.Tensor | None
+    ) -> None:
         """Launch a call's kernel; without a replay tensor, it is kept in `repeats`."""
         logits, bias = _readable(logits), None if bias is None else _readable(bias)
         stride = logits.stride(0)
@@ -141,17 +167,19 @@ class _Plan:
             _programs_for(self.num_tokens),
             self.device,
             (logits.dtype, None if bias is None else bias.dtype, self._weights_dtype),
-            self._physical is not None,
+            self.table,
             replay,
             alignment,
         )
         if not replay:
             chosen = chosen._replace(replay_ptr=chosen.ids_ptr)
-        scores = Scores(logits, logits if bias is None else bias, logits if self._physical is None else self._physical)
+        words = logits if self._words is None else self._words
+        live = num_tokens if self.table.padded else None
+        scores = Scores(logits, logits if bias is None else bias, words, live)
         _launch(launch, (scores, chosen), (self.num_tokens, stride, *chosen.replay_ptr.stride()))
         if launch.run is not None and self.in_place and not replay:
             self.repeats[alignment] = launch.run
-            if alignment == self.starts & -self.starts and self._physical is None:
+            if alignment == self.starts & -self.starts and self._words is None:
                 self.sequence = self._as_sequence(launch, biased=bias is not None)
 
     def _as_sequence(self, launch: Kernel, *, biased: bool) -> LaunchSequence:
@@ -171,10 +199,10 @@ def _plans() -> dict[object, _Plan]:
 
 def _key_of(logits: torch.Tensor, options: Options) -> tuple[object, ...]:
     """All that a plan and `check` depend on."""
-    config, bias, replay_out, placement, weights_dtype = options
+    config, bias, replay_out, placement, weights_dtype, num_tokens = options
     key: tuple[object, ...] = (id(config), id(placement), weights_dtype, logits.shape, logits.stride(), logits.dtype)
     key += (logits.device,)
-    for tensor in (bias, replay_out):
+    for tensor in (bias, replay_out, num_tokens):
         key += (None,) if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
     return key
 
@@ -198,11 +226,12 @@ def route(router_logits: torch.Tensor, options: Options) -> Routing:
         starts = plan.starts | logits | bias
         repeat = plan.repeats.get(starts & -starts)
         if repeat is not None:
-            physical = plan.physical_address or logits
-            repeat((logits, bias, physical, ids_address, weights.data_ptr(), ids_address, *plan.numbers))
+            words = plan.words_address or logits
+            live = (options.num_tokens.data_ptr(),) if plan.table.padded and options.num_tokens is not None else ()
+            repeat((logits, bias, words, *live, ids_address, weights.data_ptr(), ids_address, *plan.numbers))
             return make_routing(ids, weights, plan.signature)
     if plan.num_tokens:
-        plan.launch(router_logits, options.bias, Chosen(ids, weights, options.replay_out))
+        plan.launch(router_logits, options.bias, Chosen(ids, weights, options.replay_out), options.num_tokens)
     return make_routing(ids, weights, plan.signature)
 
 
@@ -215,15 +244,15 @@ def loaded_sequence(router_logits: torch.Tensor, options: Options) -> LaunchSequ
     return None if plan is None else plan.sequence
 
 
-def _launch(launch: Kernel, tensors: tuple[tuple[torch.Tensor, ...], ...], numbers: tuple[int, ...]) -> None:
+def _launch(launch: Kernel, tensors: tuple[tuple[torch.Tensor | None, ...], ...], numbers: tuple[int, ...]) -> None:
     """Launch a kernel that is not specialized by the alignment of its pointers."""
     if launch.run is None:
-        if not tensors[0][0].is_cuda:
+        if not present(tensors)[0].is_cuda:
             launch.through_triton(tensors, numbers)
             return
         launch.load(tensors, numbers)
         assert launch.run is not None
-    launch.run([*(tensor.data_ptr() for group in tensors for tensor in group), *numbers])
+    launch.run([*(tensor.data_ptr() for tensor in present(tensors)), *numbers])
 
 
 @functools.lru_cache(maxsize=_MOST_KERNELS)
@@ -234,26 +263,31 @@ def _map_kernel_of(
     programs: int,
     device: torch.device,
     ids_dtype: torch.dtype,
+    table: _Table,
 ) -> Kernel:
     """The kernel of `to_physical`; see `_kernel_of`."""
     del ids_dtype
     constants = {"K": num_topk, "E": num_mapped, "ADDED": added, "BLOCK": _MAPPED_IDS}
+    constants |= {"MAPPED": table.mapped, "COPIES": table.copies, "COUNTS": table.counts}
     return Kernel(_map_ids_kernel, programs, constants=constants, options={}, device=device)
 
 
-def to_physical(topk_ids: torch.Tensor, placement: Placement) -> torch.Tensor:
+def to_physical(
+    topk_ids: torch.Tensor, placement: Placement | PositionTable, num_tokens: torch.Tensor | None = None
+) -> torch.Tensor:
     """`ep_moe.routing.to_physical` in at most one launch. Local, on the current stream, no host sync."""
-    if placement.is_identity and topk_ids.dtype == torch.int32:
+    (rows, num_topk), device = topk_ids.shape, topk_ids.device
+    words, table = _table_of(placement, device, num_tokens)
+    if words is None and topk_ids.dtype == torch.int32:
         return topk_ids
-    (num_tokens, num_topk), device = topk_ids.shape, topk_ids.device
-    ids = torch.empty_strided((num_tokens, num_topk), (num_topk, 1), dtype=torch.int32, device=device)
-    if num_tokens:
-        physical, num_mapped, added = topk_ids, 0, 0
-        if not placement.is_identity:
-            physical = placement.logical_to_physical(device)
-            num_mapped = len(physical)
+    ids = torch.empty_strided((rows, num_topk), (num_topk, 1), dtype=torch.int32, device=device)
+    if rows:
+        num_mapped, added = 0, 0
+        if words is not None:
+            num_mapped = placement.num_experts if isinstance(placement, PositionTable) else len(words)
             added = placement.num_physical - num_mapped
         programs = _programs_for(triton.cdiv(ids.numel(), _MAPPED_IDS))
-        kernel = _map_kernel_of(num_topk, num_mapped, added, programs, device, topk_ids.dtype)
-        _launch(kernel, ((topk_ids, physical, ids),), (ids.numel(), *topk_ids.stride()))
+        kernel = _map_kernel_of(num_topk, num_mapped, added, programs, device, topk_ids.dtype, table)
+        maps = IdMaps(topk_ids, topk_ids if words is None else words, ids, num_tokens if table.padded else None)
+        _launch(kernel, (maps,), (ids.numel(), *topk_ids.stride()))
     return ids

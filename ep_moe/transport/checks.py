@@ -73,8 +73,8 @@ def check_dispatch(arguments: DispatchArguments, config: TransportConfig, rank: 
         raise ValueError(f"topk_ids has {routing.topk_ids.shape[0]} rows on rank {rank}, x has {num_rows}")
     if routing.topk_ids.shape[1] > config.max_topk:
         raise ValueError(f"num_topk ({routing.topk_ids.shape[1]}) exceeds max_topk ({config.max_topk}) on rank {rank}")
-    if num_tokens is not None and (num_tokens.dtype != torch.int32 or num_tokens.numel() != 1):
-        raise ValueError(f"num_tokens is {tuple(num_tokens.shape)} {num_tokens.dtype}, needed is 1 number of int32")
+    if num_tokens is not None:
+        check_num_tokens(num_tokens, rank, device)
     for name, tensor in tensors.items():
         check_device(tensor, name, rank, device)
 
@@ -83,6 +83,14 @@ def check_device(tensor: torch.Tensor, name: str, rank: int, device: torch.devic
     """Raise ValueError unless a tensor is on the transport's device. Local, no host sync."""
     if tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device} on rank {rank}, the transport on {device}")
+
+
+def check_num_tokens(num_tokens: torch.Tensor, rank: int, device: torch.device) -> None:
+    """Raise ValueError unless `num_tokens` is one int32 on the transport's device. Local, no host sync."""
+    check_tensor(num_tokens, "num_tokens")
+    if num_tokens.dtype != torch.int32 or num_tokens.numel() != 1:
+        raise ValueError(f"num_tokens is {tuple(num_tokens.shape)} {num_tokens.dtype}, needed is 1 number of int32")
+    check_device(num_tokens, "num_tokens", rank, device)
 
 
 def first_tokens(

@@ -4,7 +4,7 @@ Letters: L local experts, H hidden, I intermediate; W = 2I if the activation is 
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -167,7 +167,7 @@ class ExpertWeights(_Referable):
     def from_pretrained(
         cls,
         directory: str | Path | Checkpoint,
-        placement: Placement,
+        placement: Placement | Mapping[int, Placement],
         rank: int,
         *,
         layers: Iterable[int] | None = None,
@@ -184,7 +184,7 @@ class ExpertWeights(_Referable):
             directory: config.json and model.safetensors, or several files and model.safetensors.index.json; a family
                 of `ep_moe.weights.families.FAMILIES`, unquantized or as `ep_moe.weights.methods` reads it. Or the
                 `Checkpoint` of such a directory.
-            placement: of the model's E logical experts; rank: the one whose experts are read.
+            placement: of the model's E logical experts, or that of each layer; rank: the one whose experts are read.
             layers: the MoE layers to read, by their number in the checkpoint; all of them by default.
             dtype: convert unquantized tensors to it, one by one; by default each layer keeps its dtype on disk, and
                 dequantized tensors get the dtype that config.json names, else float32.
@@ -202,10 +202,11 @@ class ExpertWeights(_Referable):
         chosen = None if scheme is None else get_scheme(scheme)
         checkpoint = directory if isinstance(directory, Checkpoint) else Checkpoint.open(directory)
         directory = checkpoint.directory
-        if placement.num_experts != checkpoint.config.num_experts:
-            raise ValueError(
-                f"the placement has {placement.num_experts} experts, {directory} has {checkpoint.config.num_experts}"
-            )
+        for each in (placement,) if isinstance(placement, Placement) else placement.values():
+            if each.num_experts != checkpoint.config.num_experts:
+                raise ValueError(
+                    f"the placement has {each.num_experts} experts, {directory} has {checkpoint.config.num_experts}"
+                )
         if dtype is not None and dtype not in DTYPES.values():
             raise ValueError(f"dtype ({dtype}) is not one of {', '.join(DTYPES)}")
         numbers = list(checkpoint.layers if layers is None else layers)
@@ -213,10 +214,11 @@ class ExpertWeights(_Referable):
         if unknown:
             raise ValueError(f"layer {unknown[0]} of {directory} has no experts; layers {list(checkpoint.layers)} have")
         stored_dtypes = {layer: checkpoint.check_layer(layer) for layer in numbers}
-        experts, found = placement.local_experts(rank), {}
+        found = {}
         with TensorReader() as reader:
             for layer in numbers:
                 stored = checkpoint.layer_scheme(layer)
+                experts = (placement if isinstance(placement, Placement) else placement[layer]).local_experts(rank)
                 of_layer = dtype or (checkpoint.dtype if stored.weight.quantized else stored_dtypes[layer])
                 fields = read_layer(checkpoint, reader, layer, experts, of_layer, chosen or stored, device)
                 found[layer] = cls(per_expert=PerExpert(**fields.pop("constants", {})), **fields)

@@ -37,6 +37,7 @@ from ep_moe.quant import Quantized, QuantScheme, StoredMatrix, get_scheme
 from ep_moe.quant.triton import QuantizeShape, quantize
 from ep_moe.routing import Routing
 from ep_moe.routing.base import Options
+from ep_moe.routing.positions import PositionTable
 from ep_moe.routing.triton import route, to_physical
 from ep_moe.transport.collective.launchers import plan_send, write_rows
 from ep_moe.transport.headers import HEADER_WORDS
@@ -578,6 +579,8 @@ def _routing(
     dtype: torch.dtype = torch.bfloat16,
     biased: bool = False,
     mapped: bool = False,
+    copies: bool = False,
+    counted: bool = False,
     replay: bool = False,
     weights_dtype: torch.dtype = torch.float32,
     excuses: Mapping[tuple[str, Rule], str] = NO_EXCUSES,
@@ -586,14 +589,26 @@ def _routing(
     """The routing of 128 tokens."""
 
     def launch() -> None:
-        placement = Placement.round_robin(num_experts, 8) if mapped else None
+        placement: Any = Placement.round_robin(num_experts, 8) if mapped else None
+        if copies or counted:
+            placement = _table(num_experts, copies=copies, counted=counted)
         config = RoutingConfig(method=RoutingMethod(method), **numbers)
         bias = _empty(num_experts, dtype=torch.float32, device="cpu") if biased else None
         replay_out = _empty(128, config.num_topk, dtype=torch.int16, device="cpu") if replay else None
-        options = Options(config, bias, replay_out, placement, weights_dtype)
+        num_tokens = _empty(1, dtype=torch.int32, device="cpu") if counted else None
+        options = Options(config, bias, replay_out, placement, weights_dtype, num_tokens)
         route(_empty(128, num_experts, dtype=dtype, device="cpu"), options)
 
     return Case(name=f"routing {name}", launch=launch, excuses=excuses)
+
+
+def _table(num_experts: int, *, copies: bool, counted: bool) -> PositionTable:
+    """Of 8 ranks, with two copies of every eighth expert if there are copies."""
+    placement = Placement.round_robin(num_experts, 8)
+    if copies:
+        experts = (*range(num_experts), *range(0, num_experts, 8))
+        placement = Placement(experts, tuple(range(0, len(experts) + 1, len(experts) // 8)))
+    return PositionTable(placement, 3, counted=counted)
 
 
 def _routing_cases() -> list[Case]:
@@ -601,6 +616,8 @@ def _routing_cases() -> list[Case]:
     return [
         _routing("DeepSeek-V3", 256, 2, biased=True, mapped=True, **deepseek),
         _routing("DeepSeek-V3 float32", 256, 2, dtype=torch.float32, biased=True, **deepseek),
+        _routing("DeepSeek-V3, copies", 256, 2, biased=True, copies=True, counted=True, **deepseek),
+        _routing("Mixtral, counted", 8, 1, counted=True, num_topk=2),
         _routing("Qwen3", 128, 4, weights_dtype=torch.bfloat16, num_topk=8),
         _routing("Default", 64, 0, dtype=torch.float16, weights_dtype=torch.float16, num_topk=8),
         _routing("Mixtral", 8, 1, num_topk=2),
@@ -615,6 +632,11 @@ def _routing_cases() -> list[Case]:
             for name, ids, placement in (
                 ("int32 round robin", _empty(128, 8, dtype=torch.int32, device="cpu"), Placement.round_robin(256, 8)),
                 ("int64 linear", _empty(128, 8, dtype=torch.int64, device="cpu"), Placement.linear(256, 8)),
+                (
+                    "int32 copies, counted",
+                    _empty(128, 8, dtype=torch.int32, device="cpu"),
+                    _table(256, copies=True, counted=True),
+                ),
             )
         ),
     ]

@@ -10,6 +10,7 @@ from ep_moe.config import RoutingConfig, RoutingMethod
 from ep_moe.placement import Placement
 from ep_moe.routing import BIASED_METHODS, reference, triton
 from ep_moe.routing.base import Options
+from ep_moe.routing.positions import PositionTable
 from ep_moe.testing import poisoned_memory
 from interpreted.common import DEVICE, generator, strided
 
@@ -252,3 +253,52 @@ def test_to_physical(placement: Placement, dtype: torch.dtype) -> None:
         wanted = placement.to_physical(given)
         assert found.dtype == torch.int32
         assert torch.equal(found.cpu(), wanted)
+
+
+def spread(num_experts: int, num_ranks: int) -> Placement:
+    """Every expert once, expert 0 on all ranks, and every third on two ranks more."""
+    owned: list[list[int]] = [[0] for _ in range(num_ranks)]
+    for expert in range(1, num_experts):
+        for step in range(3 if expert % 3 == 0 else 1):
+            owned[(expert + step * 2) % num_ranks].append(expert)
+    ends = [sum(map(len, owned[:rank])) for rank in range(num_ranks + 1)]
+    return Placement(tuple(expert for experts in owned for expert in experts), tuple(ends))
+
+
+def tables(placement: Placement, rank: int, node: tuple[int, int] | None, **options: bool) -> list[PositionTable]:
+    """Equal tables for the kernel and for torch."""
+    return [PositionTable(placement, rank, node=node, device=device, **options) for device in (DEVICE, "cpu")]
+
+
+@pytest.mark.parametrize("counted", [False, True], ids=["uncounted", "counted"])
+@pytest.mark.parametrize("node", [None, (1, 3)], ids=["one_node", "nodes"])
+def test_copies_and_counts(node: tuple[int, int] | None, counted: bool) -> None:
+    """Kernel and torch choose the same copies, and count the same tokens: no padding, no -1, no bad ids."""
+    random = generator("copies")
+    ids = torch.randint(-1, 60, (50, 6), generator=random)
+    ids[::7, 2] = torch.tensor([-2, 60, 71, -(2**31), 2**40, -1, 0, 59])
+    config = configured("4_renormalize_naive", 60)
+    for placement in (spread(60, 5), Placement.linear(60, 5), Placement.round_robin(60, 5)):
+        found, wanted = tables(placement, 2, node, counted=counted)
+        limit = torch.tensor([31], dtype=torch.int32)
+        for num_tokens in (None, limit):
+            on_device = None if num_tokens is None else num_tokens.to(DEVICE)
+            for dtype in (torch.int32, torch.int64):
+                given = ids.clamp(-(2**31), 2**31 - 1).to(dtype) if dtype == torch.int32 else ids
+                with poisoned_memory():
+                    physical = triton.to_physical(given.to(DEVICE), found, on_device)
+                assert torch.equal(physical.cpu(), wanted.to_physical(given, num_tokens))
+            logits = torch.randn(40, 60, generator=random)
+            routed = triton.route(logits.to(DEVICE), Options(config, placement=found, num_tokens=on_device))
+            options = Options(config, placement=wanted, num_tokens=num_tokens)
+            assert torch.equal(routed.topk_ids.cpu(), reference.route(logits, options).topk_ids)
+        assert torch.equal(found.words.cpu(), wanted.words)
+        assert bool(wanted.counts.any()) == counted
+
+
+def test_counts_of_logical_experts() -> None:
+    [table, _] = tables(spread(12, 4), 1, None, counted=True)
+    ids = torch.tensor([[0, 3], [3, -1], [11, 12], [5, 5]], dtype=torch.int32, device=DEVICE)
+    triton.to_physical(ids, table)
+    triton.to_physical(ids, table, torch.tensor([2], dtype=torch.int32, device=DEVICE))
+    assert table.counts.tolist() == [2, 0, 0, 4, 0, 2, 0, 0, 0, 0, 0, 1]

@@ -1,17 +1,19 @@
-"""What the layers of one model share: placement, warm-up, counts of chosen experts, and errors that all ranks raise.
+"""What the layers of one model share: placement, warm-up, and errors that all ranks raise.
 
 Letters: T tokens of this rank, K top-k, E logical experts, R ranks, L local experts, H hidden, I intermediate.
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
+from ep_moe.fields import shown
 from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.layer import ExpertParallelMoE
 from ep_moe.placement import Placement, create_placement
 from ep_moe.quant import QuantScheme, quantize_weight
+from ep_moe.routing import PositionTable
 from ep_moe.weights import ExpertWeights
 
 
@@ -41,46 +43,36 @@ class Agreement:
                 raise (ValueError if found[0] else RuntimeError)(f"rank {rank} raised {found[1]}")
 
 
-class ExpertLoad:
-    """Counts on the device of the ids that `num_layers` MoE layers route to, for balancing experts over ranks."""
+def placements_of(
+    placement: str | Placement | Sequence[Placement], num_experts: int, num_layers: int, group: EPGroup
+) -> tuple[Placement, ...]:
+    """The placement of each layer: one by name or one `Placement` for all, or one for each.
 
-    def __init__(self, num_layers: int, num_experts: int, device: torch.device) -> None:
-        # the extra column counts ids that are no experts, so that they need no filtering, which would be a host sync
-        self._counts = torch.zeros(num_layers, num_experts + 1, dtype=torch.int64, device=device)
-        self._rows, self._one = self._counts.unbind(), self._counts.new_ones(1)
-
-    @property
-    def counts(self) -> torch.Tensor:
-        """[MoE layers, E] int64 on the device, since the last `reset`; a copy. Local."""
-        return self._counts[:, :-1].clone()
-
-    def add(self, layer: int, topk_ids: torch.Tensor) -> None:
-        """Count a layer's ids [T, K] int32 or int64; -1 and E are no experts, and other ids the layer refuses.
-
-        Two launches. Local, no host sync.
-        """
-        ids = torch.remainder(topk_ids.reshape(-1), self._counts.shape[1])  # -1 becomes E
-        self._rows[layer].index_add_(0, ids, self._one.expand(ids.shape))
-
-    def add_times(self, layer: int, topk_ids: torch.Tensor, times: torch.Tensor) -> None:
-        """`add` in one launch, for ids [T, K] that are all in [0, E]; id i counts `times[i]`, [T * K] int64. Local."""
-        self._rows[layer].scatter_add_(0, topk_ids.reshape(-1).long(), times)
-
-    def reset(self) -> None:
-        """Set the counts to zero. Local, no host sync."""
-        self._counts.zero_()
-
-
-def placement_of(placement: str | Placement, num_experts: int, group: EPGroup) -> Placement:
-    """A placement by name, or this one. Errors: ValueError if it is not of E experts and R ranks. Local."""
+    Errors: ValueError if they are not of E experts and R ranks, as many as layers, and with equal `starts`. Local.
+    """
     if isinstance(placement, str):
-        return create_placement(placement, num_experts, group.num_ranks)
-    if placement.num_ranks != group.num_ranks or placement.num_experts != num_experts:
-        raise ValueError(
-            f"the placement is of {placement.num_experts} experts on {placement.num_ranks} ranks, "
-            f"expected {num_experts} experts on {group.num_ranks} ranks"
-        )
-    return placement
+        return (create_placement(placement, num_experts, group.num_ranks),) * num_layers
+    found = (placement,) * num_layers if isinstance(placement, Placement) else tuple(placement)
+    if len(found) != num_layers:
+        raise ValueError(f"there are {len(found)} placements for {num_layers} layers")
+    for layer, each in enumerate(found):
+        if not isinstance(each, Placement):
+            raise ValueError(f"placement[{layer}] ({shown(each)}) is no Placement")
+        if each.num_ranks != group.num_ranks or each.num_experts != num_experts:
+            raise ValueError(
+                f"the placement is of {each.num_experts} experts on {each.num_ranks} ranks, "
+                f"expected {num_experts} experts on {group.num_ranks} ranks"
+            )
+        if each.starts != found[0].starts:
+            raise ValueError(f"placement[{layer}] has starts {each.starts}, placement[0] {found[0].starts}")
+    return found
+
+
+def counting_table(placement: Placement, group: EPGroup) -> PositionTable:
+    """A layer's table of positions for the tokens of this rank, which counts their experts. Local."""
+    first = group.rank - group.local_rank
+    node = first, first + group.local_num_ranks
+    return PositionTable(placement, group.rank, node=node, device=group.device, counted=True)
 
 
 def warm_up(layers: Iterable[ExpertParallelMoE], num_topk: int, *, padded: bool = False) -> None:

@@ -10,13 +10,14 @@ Letters: T tokens on this rank, H hidden, K top-k, E logical experts, R ranks, M
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
 from ep_moe.config import Layout, TransportConfig
-from ep_moe.engines.common.model import placement_of
+from ep_moe.engines.common.model import placements_of
 from ep_moe.engines.transformers.decoding import GenerationOptions, generate
 from ep_moe.engines.transformers.hooks import MAX_TOKENS_PER_RANK, Session
 from ep_moe.engines.transformers.installing import Part, install
@@ -45,7 +46,7 @@ def from_pretrained(
     dtype: torch.dtype | None = None,
     transport: str = "auto",
     experts: str = "auto",
-    placement: str | Placement = "linear",
+    placement: str | Placement | Sequence[Placement] = "linear",
     scheme: str | None = None,
     layout: Layout | str = Layout.COMPACT,
     max_tokens_per_rank: int = MAX_TOKENS_PER_RANK,
@@ -58,7 +59,8 @@ def from_pretrained(
         group: the ranks; the model is on `group.device`.
         dtype: of weights and activations; by default that of config.json, else float32. Weights other than the
             experts are dequantized to it if they are quantized on disk.
-        transport, experts: implementations by name. placement: by name, or a `Placement` over R ranks.
+        transport, experts: implementations by name. placement: by name, or a `Placement` over R ranks,
+            or one for each MoE layer, with equal `starts`; experts may have copies.
         scheme: of experts and payload, a name that `ep_moe.quant.get_scheme` knows; by default the checkpoint's own;
             "none" dequantizes the experts.
         layout: of the expert batch.
@@ -77,10 +79,11 @@ def from_pretrained(
     model = build_skeleton(checkpoint.directory, dtype, attn_implementation)
     layers = layers_of(model, checkpoint)
     load_dense(model, checkpoint, group.device)
-    place = placement_of(placement, checkpoint.config.num_experts, group)
+    found = placements_of(placement, checkpoint.config.num_experts, len(layers), group)
+    placements = dict(zip(layers.values(), found, strict=True))
     weights = ExpertWeights.from_pretrained(
         checkpoint,
-        place,
+        placements,
         group.rank,
         layers=list(layers.values()),
         dtype=model.dtype,
@@ -92,10 +95,13 @@ def from_pretrained(
         own = weights[layer]
         config = dataclasses.replace(checkpoint.config, scheme=own.scheme.name, layout=Layout(layout))
         parts[name] = Part(
-            module=model.get_submodule(name), config=config, weights=functools.partial(weights.pop, layer)
+            module=model.get_submodule(name),
+            config=config,
+            placement=placements[layer],
+            weights=functools.partial(weights.pop, layer),
         )
     sizes = TransportConfig(
         hidden=checkpoint.config.hidden, max_tokens_per_rank=max_tokens_per_rank, dtype=model.dtype, num_slots=1
     )
     group.wait_for_all("load")  # no timeout: ranks read at different speeds, and the next collective has a timeout
-    return install(model.eval(), group, parts, place, sizes, transport=transport, experts=experts)
+    return install(model.eval(), group, parts, sizes, transport=transport, experts=experts)

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from ep_moe.config import Layout
-from ep_moe.engines.common.model import ExpertLoad
 from ep_moe.engines.transformers.experts import ExpertsModule, activation_of, are_views, state_of, weights_of
 from ep_moe.experts import create_experts
 from ep_moe.group import EPGroup
 from ep_moe.layer import ExpertParallelMoE, refuse_backward
 from ep_moe.local_moe import local_moe
-from ep_moe.routing import Routing
+from ep_moe.placement import Placement
+from ep_moe.routing import PositionTable, Routing
 from ep_moe.transport import Transport
 from ep_moe.transport.checks import bad_ids_message, is_bad_id
 from ep_moe.weights import ExpertWeights
@@ -102,7 +102,6 @@ class Session:
         group: the ranks.
         transport: moves the tokens of all layers.
         layers: the `ExpertParallelMoE` of each MoE layer, in order.
-        load: counts the experts that this rank's tokens choose.
         idle: if True, this rank takes part in every forward pass without sending tokens, and its MoE layers return
             zeros; for a rank that has finished while others still generate.
         experts: name of the layers' experts implementation.
@@ -119,7 +118,6 @@ class Session:
         self.transport = transport
         self.layers = layers
         self.idle = False
-        self.load = ExpertLoad(len(layers), transport.placement.num_experts, group.device)
         self.experts = experts
         self.decoder: Any = None
         self.logged: set[str] = set()
@@ -128,8 +126,21 @@ class Session:
 
     @property
     def expert_load(self) -> torch.Tensor:
-        """[MoE layers, E] int64 on the device: how often this rank's tokens chose each logical expert. Local."""
-        return self.load.counts
+        """[MoE layers, E] int64 on the device: how often this rank's tokens chose each expert. A copy. Local."""
+        return torch.stack([table.counts for table in self._tables])
+
+    def total_expert_load(self) -> torch.Tensor:
+        """`expert_load`, summed over ranks. Collective."""
+        return self.group.all_reduce_sum(self.expert_load)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Which rank has which expert now, by MoE layer. Local."""
+        return tuple(layer.placement for layer in self.layers)
+
+    @property
+    def _tables(self) -> list[PositionTable]:
+        return [layer.positions for layer in self.layers if isinstance(layer.positions, PositionTable)]
 
     @property
     def scheme(self) -> str:
@@ -138,7 +149,8 @@ class Session:
 
     def reset_expert_load(self) -> None:
         """Set the counts to zero. Local, no host sync."""
-        self.load.reset()
+        for table in self._tables:
+            table.counts.zero_()
 
     @contextlib.contextmanager
     def sitting_out(self, idle: bool = True) -> Iterator[None]:
@@ -193,5 +205,4 @@ class ShardedExperts:
         if session.idle:
             layer.forward_routed(hidden_states[:0], top_k_index[:0], top_k_weights[:0].float())
             return torch.zeros_like(hidden_states)
-        session.load.add(self._index, top_k_index)
         return layer.forward_routed(hidden_states, top_k_index, top_k_weights.float())

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ep_moe.config import MoEConfig, TransportConfig
-from ep_moe.engines.common.model import Agreement, warm_up
+from ep_moe.engines.common.model import Agreement, counting_table, warm_up
 from ep_moe.engines.common.transports import with_topk
 from ep_moe.engines.transformers.architectures import keep_in_step, num_topk_of
 from ep_moe.engines.transformers.experts import LOCAL, SHARDED, ExpertsModule, drop_parameters
@@ -32,10 +32,11 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One experts module of a model, and the config and weights of its layer."""
+    """One experts module of a model, and the config, placement and weights of its layer."""
 
     module: ExpertsModule  # its parameters are dropped once the layer is made
     config: MoEConfig
+    placement: Placement
     weights: Callable[[], ExpertWeights]  # returns this rank's experts
 
 
@@ -43,7 +44,6 @@ def install(
     model: PreTrainedModel,
     group: EPGroup,
     parts: Mapping[str, Part],
-    placement: Placement,
     config: TransportConfig,
     *,
     transport: str,
@@ -56,11 +56,12 @@ def install(
     """
     before = model.get_experts_implementation()
     num_topk = num_topk_of(model.config)
+    placement = next(iter(parts.values())).placement  # of a transport only `starts` matter, which are equal
     exchange = create_transport(transport, group, placement, with_topk(config, num_topk))
     try:
         with Agreement(group, "load"):
             model.set_experts_implementation(NAME)
-            layers = _make_layers(parts, exchange, experts)
+            layers = _make_layers(parts, group, exchange, experts)
     except Exception:
         model.set_experts_implementation(before)
         exchange.destroy()
@@ -86,13 +87,19 @@ def install(
     return model
 
 
-def _make_layers(parts: Mapping[str, Part], exchange: Transport, experts: str) -> tuple[ExpertParallelMoE, ...]:
+def _make_layers(
+    parts: Mapping[str, Part], group: EPGroup, exchange: Transport, experts: str
+) -> tuple[ExpertParallelMoE, ...]:
     layers = []
     for index, (name, part) in enumerate(parts.items()):
         used = getattr(part.module.config, "_experts_implementation", None)
         if used != NAME:
             raise ValueError(f"{name} ({type(part.module).__name__}) keeps experts_implementation {used!r}")
-        layers.append(ExpertParallelMoE(part.config, part.weights(), exchange, experts=experts, layer_index=index))
+        table = counting_table(part.placement, group)
+        layer = ExpertParallelMoE(
+            part.config, part.weights(), exchange, placement=table, experts=experts, layer_index=index
+        )
+        layers.append(layer)
         drop_parameters(part.module)
         if hasattr(part.module, LOCAL):  # a `LocalExperts` keeps the parameters alive too
             delattr(part.module, LOCAL)

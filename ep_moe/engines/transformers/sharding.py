@@ -5,13 +5,13 @@ Letters: E logical experts, H hidden, I intermediate.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from transformers import PreTrainedModel
 
 from ep_moe.config import Layout, MoEConfig, TransportConfig
-from ep_moe.engines.common.model import Agreement, placement_of, quantize_experts
+from ep_moe.engines.common.model import Agreement, placements_of, quantize_experts
 from ep_moe.engines.transformers.architectures import check_in_step
 from ep_moe.engines.transformers.experts import ExpertsModule, activation_of, find_experts, weights_of
 from ep_moe.engines.transformers.hooks import MAX_TOKENS_PER_RANK
@@ -30,7 +30,7 @@ def shard_experts(
     *,
     transport: str = "auto",
     experts: str = "auto",
-    placement: str | Placement = "linear",
+    placement: str | Placement | Sequence[Placement] = "linear",
     scheme: str = "none",
     layout: Layout | str = Layout.COMPACT,
     max_tokens_per_rank: int = MAX_TOKENS_PER_RANK,
@@ -75,17 +75,19 @@ def shard_experts(
         sizes = TransportConfig(
             hidden=configs[first].hidden, max_tokens_per_rank=max_tokens_per_rank, dtype=dtypes[first], num_slots=1
         )
-        place = placement_of(placement, configs[first].num_experts, group)
-        own = place.local_experts(group.rank)
+        placements = placements_of(placement, configs[first].num_experts, len(modules), group)
         parts = {
             name: Part(
-                module=module, config=configs[name], weights=functools.partial(_own_weights, module, own, scheme)
+                module=module,
+                config=configs[name],
+                placement=place,
+                weights=functools.partial(_own_weights, module, place.local_experts(group.rank), scheme),
             )
-            for name, module in modules.items()
+            for (name, module), place in zip(modules.items(), placements, strict=True)
         }
         weights = parts[first].weights()  # running out of memory here leaves the model unchanged
         parts[first] = dataclasses.replace(parts[first], weights=lambda: weights)
-    return install(model, group, parts, place, sizes, transport=transport, experts=experts)
+    return install(model, group, parts, sizes, transport=transport, experts=experts)
 
 
 def _check_alike(configs: Mapping[str, MoEConfig], dtypes: Mapping[str, torch.dtype]) -> None:

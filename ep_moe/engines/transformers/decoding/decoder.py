@@ -250,7 +250,7 @@ class Decoder:
                 layer.config,
                 layer.weights,  # shared with the model's own layer
                 transport,
-                placement=layer.placement,
+                placement=layer.positions,  # and their counts
                 experts=session.experts,
                 layer_index=index,
             )
@@ -357,13 +357,8 @@ class Decoder:
 
         Args: live: [B, 1] bool. num_tokens: [1] int32, the number of rows up to the last live one.
         """
-        counted: dict[int, torch.Tensor] = {}  # by K, made once for all layers to save launches
 
         def compute(index: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-            num_topk = ids.shape[1]
-            if num_topk not in counted:
-                counted[num_topk] = live.long().expand(-1, num_topk).reshape(-1)
-            self._session.load.add_times(index, ids, counted[num_topk])
             ids = torch.where(live, ids, NONE)
             return self._layers[index].forward_routed(x, ids, weights.float(), num_tokens=num_tokens)
 
