@@ -1,5 +1,5 @@
-"""The command line: ep-moe run | generate | eval | serve | quantize | tune | plan, and ep-moe bench layer | transport |
-model | experts | formats | calls | serve | report.
+"""The command line: ep-moe run | generate | eval | serve | quantize | tune | plan | balance, and ep-moe bench layer |
+transport | model | experts | formats | calls | serve | report.
 
 Results go to standard output, progress and errors to standard error. torch is imported by the commands that need it,
 and transformers by the ranks alone, whose entry points are dotted names: each takes seconds.
@@ -24,6 +24,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from ep_moe.app import report
+from ep_moe.app.balance import BalancePlanConfig, RecordConfig, balance_plan, record
 from ep_moe.app.chat import ChatConfig, chat
 from ep_moe.app.doctor import EXPECTED, DoctorConfig, diagnose
 from ep_moe.app.eval import EvalConfig, evaluate
@@ -82,6 +83,13 @@ bench_app = typer.Typer(
 )
 _RUNNING, _PREPARING, _MACHINE = "Run a model", "Prepare a model", "This machine"
 app.add_typer(bench_app, name="bench", rich_help_panel=_MACHINE)
+balance_app = typer.Typer(
+    cls=Group,
+    help="Spread the load of experts evenly over ranks.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+app.add_typer(balance_app, name="balance", rich_help_panel=_PREPARING)
 
 _ENGINE = EngineConfig()
 _ON_RAY = ("ray", "nodes")
@@ -90,10 +98,11 @@ _PANELS: dict[Any, str] = {RowsFile: "Rows of docs/benchmarks"}
 # loading and compiling may delay a rank
 _BENCH_ENGINE = EngineConfig(dtype="bfloat16", scheme="none", timeout_secs=120.0)
 _ONE_RANK = dataclasses.replace(_BENCH_ENGINE, nproc=1)
-_OF_RANKS = ("model", "nproc", "transport", "placement", "max_tokens_per_rank", *_ON_RAY)  # no options of one rank
+_OF_MODELS = ("model", "redundant_experts")  # no options of benchmarks of one layer
+_OF_RANKS = (*_OF_MODELS, "nproc", "transport", "placement", "max_tokens_per_rank", *_ON_RAY)  # nor of one rank
 
 # names of implementations, which the config does not know
-_CHOICES = {"transport": ("auto", *TRANSPORT_NAMES), "experts": ("auto", *EXPERTS_NAMES), "placement": PLACEMENT_NAMES}
+_CHOICES = {"transport": ("auto", *TRANSPORT_NAMES), "experts": ("auto", *EXPERTS_NAMES)}
 _NAMED = {
     name: dataclasses.replace(described(EngineConfig)[name][1], choices=choices) for name, choices in _CHOICES.items()
 }
@@ -101,6 +110,7 @@ _NAMED = {
 _NO_CHECKPOINT = _NAMED | {
     "scheme": Field(help="Number format of experts and payload; `ep-moe formats` lists them", option="--quant"),
     "dtype": Field(help="Dtype of weights and activations", choices=DTYPE_NAMES),
+    "placement": Field(help="Which rank owns which expert", choices=PLACEMENT_NAMES),
 }
 
 
@@ -350,6 +360,26 @@ def plan_command(config: PlanConfig) -> dict[str, Any]:
     return make_plan(config)
 
 
+@balance_app.command("record", cls=Command)
+@_job(report.show_record)
+def balance_record_command(engine: EngineConfig, config: RecordConfig) -> dict[str, Any]:
+    """Record the load of experts to a file: of prompts, or of a running server.
+
+    The file is what `ep-moe balance plan` and `ep-moe plan --load` read.
+    """
+    return record(engine, config)
+
+
+@balance_app.command("plan", cls=Command)
+@_plain(report.show_balance_plan, BalancePlanConfig)
+def balance_plan_command(config: BalancePlanConfig) -> dict[str, Any]:
+    """Plan which rank has which expert, and copies, for a recorded load.
+
+    The file that it writes is a --placement of `ep-moe serve`, `generate`, `run` and `eval`.
+    """
+    return balance_plan(config)
+
+
 @app.command("tune", cls=Command, rich_help_panel=_PREPARING)
 @_job(report.show_tune, _ONE_RANK, (*_OF_RANKS, "layout", "timeout_secs"), _NO_CHECKPOINT)
 def tune_command(engine: EngineConfig, config: TuneConfig) -> dict[str, Any]:
@@ -447,7 +477,7 @@ def _repeatable(arguments: list[str]) -> str:
 
 
 @bench_app.command("layer", cls=Command)
-@_job(show_rows, _BENCH_ENGINE, ("model", "max_tokens_per_rank", *_ON_RAY), _NO_CHECKPOINT)
+@_job(show_rows, _BENCH_ENGINE, (*_OF_MODELS, "max_tokens_per_rank", *_ON_RAY), _NO_CHECKPOINT)
 def bench_layer_command(engine: EngineConfig, config: LayerBenchConfig, file: RowsFile) -> dict[str, Any]:
     """Check and time one MoE layer, beside NCCL's collectives.
 
@@ -470,7 +500,7 @@ def bench_layer_command(engine: EngineConfig, config: LayerBenchConfig, file: Ro
 @_job(
     show_rows,
     _BENCH_ENGINE,
-    ("model", "scheme", "transport", "experts", "placement", "layout", "max_tokens_per_rank", *_ON_RAY),
+    (*_OF_MODELS, "scheme", "transport", "experts", "placement", "layout", "max_tokens_per_rank", *_ON_RAY),
     _NO_CHECKPOINT,
 )
 def bench_transport_command(engine: EngineConfig, config: TransportBenchConfig, file: RowsFile) -> dict[str, Any]:
@@ -485,7 +515,7 @@ def bench_transport_command(engine: EngineConfig, config: TransportBenchConfig, 
 
 
 @bench_app.command("model", cls=Command)
-@_job(show_rows, _BENCH_ENGINE, ("model", "scheme", "max_tokens_per_rank", *_ON_RAY), _NO_CHECKPOINT)
+@_job(show_rows, _BENCH_ENGINE, (*_OF_MODELS, "scheme", "max_tokens_per_rank", *_ON_RAY), _NO_CHECKPOINT)
 def bench_model_command(engine: EngineConfig, config: ModelBenchConfig, file: RowsFile) -> dict[str, Any]:
     """Check and time a random model, beside transformers' own EP."""
     config.check_ranks(_num_ranks(engine))

@@ -303,7 +303,7 @@ class EngineConfig:
     cluster. `dtype` "auto" is the checkpoint's on a GPU, float32 on a CPU. `scheme` is "auto" as the checkpoint stores
     experts, "none" in `dtype`, or a name that `ep_moe.quant.get_scheme` knows, into which they are quantized on load.
     `transport`, `experts` and `placement` are names that `create_transport`, `create_experts` and `create_placement`
-    check.
+    check; `placement` may also be a file, whose number of copies `redundant_experts` then has to be if it is not 0.
     """
 
     model: Annotated[str, Field(help="A Hugging Face directory; empty is the model that ships with ep-moe")] = ""
@@ -331,7 +331,12 @@ class EngineConfig:
     ] = "auto"
     transport: Annotated[str, Field(help="Token exchange")] = "auto"
     experts: Annotated[str, Field(help="Expert implementation")] = "auto"
-    placement: Annotated[str, Field(help="Which rank owns which expert")] = "linear"
+    placement: Annotated[
+        str, Field(help="Which rank owns which expert: linear, round_robin, or a file of `ep-moe balance plan`")
+    ] = "linear"
+    redundant_experts: Annotated[
+        int, Field(help="Copies of experts beside them, in each MoE layer, on all ranks together", at_least=0)
+    ] = 0
     layout: Annotated[Layout, Field(help="Layout of the expert batch: batched, compact, flat")] = Layout.COMPACT
     max_tokens_per_rank: Annotated[int, Field(help="Most tokens of one rank in a forward pass", at_least=1)] = 2048
     timeout_secs: Annotated[float, Field(help="How long a rank waits for another before naming it lost")] = 60.0

@@ -39,6 +39,7 @@ DEFAULTS = {
     "transport": ENGINE.transport,
     "experts": ENGINE.experts,
     "placement": ENGINE.placement,
+    "redundant-experts": str(ENGINE.redundant_experts),
     "layout": ENGINE.layout.value,
     "max-tokens-per-rank": str(ENGINE.max_tokens_per_rank),
     "timeout-secs": f"{ENGINE.timeout_secs:g}",

@@ -14,6 +14,7 @@ from ep_moe.app.session import (
     PhaseClock,
     gather_report,
     load_expert_parallel,
+    load_of,
     load_tokenizer,
     load_whole,
     progress_bar,
@@ -42,7 +43,7 @@ def evaluate_rank_main(group: EPGroup, engine: EngineConfig, config: EvalConfig)
             model, session = load_expert_parallel(group, engine)
         with clock.phase("expert_parallel"), group.guard("eval"):
             nats = _total_nats(model, mine, group.device, progress, session)
-        expert_load, scheme = session.expert_load.tolist(), session.scheme
+        load, scheme = load_of(session), session.scheme
         quantized = any(layer.scheme.weight.quantized for layer in session.layers)
         session.destroy()
         del model, session
@@ -54,9 +55,7 @@ def evaluate_rank_main(group: EPGroup, engine: EngineConfig, config: EvalConfig)
             with clock.phase("rounded_model"):
                 rounded_nats = _total_nats(load_rounded(group, engine), mine, group.device, progress)
     group.wait_for_all("whole model")  # local work takes different times, and the next collective has a timeout
-    parts, report = gather_report(
-        group, clock, expert_load, nats=nats, whole_nats=whole_nats, rounded_nats=rounded_nats
-    )
+    parts, report = gather_report(group, clock, load, nats=nats, whole_nats=whole_nats, rounded_nats=rounded_nats)
     predicted = sum(batch.numel() - batch.shape[0] for batch in batches)
     predicted_bytes = predicted * len(text) / tokens.numel()
     loss = sum(part["nats"] for part in parts) / predicted_bytes

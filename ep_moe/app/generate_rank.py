@@ -1,11 +1,21 @@
 """Worker entry point of `ep-moe generate`: a rank continues its prompts, in step with the others."""
 
+import dataclasses
 from typing import Any
 
 import torch
 
 from ep_moe.app.generate import GenerateConfig
-from ep_moe.app.session import PhaseClock, gather_report, load_expert_parallel, load_tokenizer, progress_bar, start_task
+from ep_moe.app.session import (
+    PhaseClock,
+    gather_report,
+    load_expert_parallel,
+    load_of,
+    load_tokenizer,
+    model_sizes,
+    progress_bar,
+    start_task,
+)
 from ep_moe.config import EngineConfig
 from ep_moe.engines.transformers import GenerationOptions, generate
 from ep_moe.engines.transformers.decoding import decoder_of, end_ids_of
@@ -63,10 +73,10 @@ def generate_rank_main(group: EPGroup, engine: EngineConfig, config: GenerateCon
                     piece = TextStream(tokenizer, prompt=ids_of[index]).push(tokens.tolist(), LENGTH)
                     made[index] = (piece.text, piece.num_tokens)
         progress.update(task, completed=len(turns) * config.max_new_tokens)
-        expert_load = session.expert_load.tolist()
+        load = load_of(session)
         memory = {} if decoder is None else decoder.memory
         session.destroy()
-    parts, report = gather_report(group, clock, expert_load, made=made)
+    parts, report = gather_report(group, clock, load, made=made)
     everything = {index: entry for part in parts for index, entry in part["made"].items()}
     new_tokens = sum(count for _, count in everything.values())
     report["times"]["tokens_per_sec"] = new_tokens / report["times"]["generate_secs"]
@@ -74,6 +84,7 @@ def generate_rank_main(group: EPGroup, engine: EngineConfig, config: GenerateCon
         "prompts": list(config.prompts),
         "text": [everything[index][0] for index in range(len(config.prompts))],
         "new_tokens": new_tokens,
+        "sizes": dataclasses.asdict(model_sizes(engine)),
         "decode_graphs": decoder is not None and decoder.graphs,
         "memory": memory,
     }

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,6 +43,9 @@ class PlanConfig:
     routing: Annotated[
         str, Field(help="Loads of experts: equal, or as uneven as the shipped model's", choices=ROUTINGS)
     ] = "uniform"
+    load: Annotated[
+        Path | None, Field(help="Loads of experts as uneven as in this file of `ep-moe balance record` instead")
+    ] = None
     target_ms: Annotated[
         float, Field(help="Most milliseconds for all MoE layers of a pass; 0 is no target", at_least=0)
     ] = 0.0
@@ -56,6 +60,8 @@ class PlanConfig:
         check_fields(self)
         if self.validate and self.calibrate:
             raise ValueError("validate and calibrate exclude each other")
+        if self.load is not None and self.routing != "uniform":
+            raise ValueError(f"load ({str(self.load)!r}) and routing ({self.routing!r}) exclude each other")
         if self.plot is not None and (self.validate or self.calibrate):
             raise ValueError(f"plot ({str(self.plot)!r}) is of a plan, which --validate and --calibrate do not make")
 
@@ -63,7 +69,13 @@ class PlanConfig:
         """The model and its load."""
         layer = LAYER_PRESETS[self.model].sizes
         assert layer.routing is not None
-        measured = json.loads(RECORDED.read_text(encoding="utf-8"))["expert_load"] if self.routing == "recorded" else []
+        measured: Sequence[Sequence[float]] = ()
+        if self.routing == "recorded":
+            measured = json.loads(RECORDED.read_text(encoding="utf-8"))["expert_load"]
+        if self.load is not None:
+            from ep_moe.balance import RecordedLoad  # imports torch
+
+            measured = RecordedLoad.read(self.load).load
         return Job(
             shape=LayerShape(
                 hidden=layer.hidden,
@@ -99,6 +111,7 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
     if config.plot is not None:
         _draw(hw, job, config)
     values = dataclasses.asdict(config) | {"plot": None if config.plot is None else str(config.plot)}
+    values["routing"] = config.routing if config.load is None else str(config.load)
     head = {name: values[name] for name in ("model", "gpus", "tokens", "hardware", "scheme", "routing", "target_ms")}
     best = candidates[0].row() if candidates and candidates[0].fits else None
     return head | {"plot": values["plot"], "best": best, "candidates": [candidate.row() for candidate in candidates]}

@@ -56,6 +56,30 @@ def _imbalance(load: list[int]) -> float:
     return max(load) * len(load) / sum(load) if sum(load) else 0.0
 
 
+def show_record(report: dict[str, Any]) -> None:
+    """Print the load that was recorded."""
+    console = open_console()
+    _show_load(console, report["expert_load"])
+    console.print(Text(f"{report['tokens']} choices of tokens in each layer, written to {report['out']}"))
+
+
+def show_balance_plan(report: dict[str, Any]) -> None:
+    """Print how balanced each layer's ranks are before and after a plan, and its moves."""
+    console = open_console()
+    table = _table("Balancedness", "layer", "before", "after")
+    for index, layer in enumerate(report["layers"]):
+        table.add_row(str(index), f"{layer['before']:.3f}", f"{layer['after']:.3f}")
+    table.add_section()
+    table.add_row("all", f"{report['balancedness_before']:.3f}", f"{report['balancedness']:.3f}")
+    console.print(table)
+    sizes = f"{report['redundant_experts']} copies on {report['ranks']} ranks"
+    console.print(Text(f"of the mean rank's load to the fullest one's; {sizes}, {report['moves']} experts move"))
+    if report["out"]:
+        console.print(Text(f"written to {report['out']}"))
+    if report["plot"]:
+        console.print(Text(f"drawn to {report['plot']}"))
+
+
 def _show_times(console: Console, *groups: dict[str, float]) -> None:
     table = _table("Seconds, of the slowest rank", "phase", "s")
     for index, times in enumerate(groups):

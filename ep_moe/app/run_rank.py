@@ -17,6 +17,7 @@ from ep_moe.app.session import (
     PhaseClock,
     gather_report,
     load_expert_parallel,
+    load_of,
     load_tokenizer,
     load_whole,
     progress_bar,
@@ -57,8 +58,8 @@ def run_rank_main(group: EPGroup, engine: EngineConfig, config: RunConfig) -> di
             layer.phases = layer_clock
         with group.guard("generate"):
             ours = _trace(model, prompt_ids, new_tokens, windows, progress, clock=clock, session=session)
-        expert_load, scheme = session.expert_load.tolist(), session.scheme
-        placement = session.transport.placement
+        load, scheme = load_of(session), session.scheme
+        placement = session.placements[0]
         owners = [list(placement.local_experts(rank)) for rank in range(group.num_ranks)]
         session.destroy()
         del model, session, layer
@@ -68,7 +69,7 @@ def run_rank_main(group: EPGroup, engine: EngineConfig, config: RunConfig) -> di
     parts, report = gather_report(
         group,
         clock,
-        expert_load,
+        load,
         rank=group.rank,
         device=str(group.device),
         prompt=prompt,

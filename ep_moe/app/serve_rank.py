@@ -13,14 +13,13 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from ep_moe.app.serve import DRAINED, ServeConfig, bind, front_end
-from ep_moe.app.session import Model, load_expert_parallel, load_tokenizer, progress_bar
+from ep_moe.app.session import Model, load_expert_parallel, load_tokenizer, model_sizes, progress_bar
 from ep_moe.app.start import model_dir
 from ep_moe.config import EngineConfig
 from ep_moe.engines.transformers.decoding import RowDecoder, end_ids_of, uses_graphs, why_not_fixed
 from ep_moe.engines.transformers.decoding.grammars import RowGrammars
 from ep_moe.grammar import is_installed
 from ep_moe.group import EPGroup
-from ep_moe.placement import Placement
 from ep_moe.serving.core import Leader, LeadRank, RemoteRanks, ServerEndedError, follow, relay
 from ep_moe.serving.scheduler import Limits
 
@@ -64,7 +63,8 @@ def _serve(group: EPGroup, engine: EngineConfig, config: ServeConfig, front: Con
         passes_per_plan=config.passes_per_plan,
         vocab_size=model.get_input_embeddings().weight.shape[0],
         end_ids=end_ids_of(model, tokenizer),
-        owners=_owners(session.transport.placement),
+        placements=session.placements,
+        sizes=model_sizes(engine),
     )
     with group.guard("warm up"):
         grammars, reason = _grammars(tokenizer, limits)
@@ -96,12 +96,6 @@ def _grammars(tokenizer: Any, limits: Limits) -> tuple[RowGrammars | None, str]:
         return RowGrammars(tokenizer, limits.vocab_size, limits.end_ids), ""
     except ValueError as error:
         return None, str(error)
-
-
-def _owners(placement: Placement) -> tuple[int, ...]:
-    """The rank of each expert; of copies, that of the first."""
-    ranks = {expert: rank for rank in reversed(range(placement.num_ranks)) for expert in placement.local_experts(rank)}
-    return tuple(ranks[expert] for expert in range(placement.num_experts))
 
 
 def _num_positions(model: Model, config: ServeConfig) -> int:

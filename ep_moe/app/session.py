@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -15,9 +15,11 @@ from transformers.utils import logging as transformers_logging
 
 from ep_moe import logs
 from ep_moe.app.start import model_dir, open_model
+from ep_moe.balance import ModelSizes, balancedness, plan_placement, rank_loads, read_placements
 from ep_moe.config import EngineConfig
 from ep_moe.engines.transformers import Session, from_pretrained, loading
 from ep_moe.group import EPGroup
+from ep_moe.placement import PLACEMENTS, Placement
 from ep_moe.report.tables import open_console
 from ep_moe.weights import families
 from ep_moe.weights.json_files import read_object
@@ -35,6 +37,46 @@ def with_dtype(engine: EngineConfig, device: torch.device) -> EngineConfig:
     return dataclasses.replace(engine, dtype=str(dtype).removeprefix("torch."))
 
 
+def model_sizes(engine: EngineConfig) -> ModelSizes:
+    """By what files of load and placements are known to be of the model. Errors: ValueError. Local."""
+    checkpoint = open_model(engine)
+    config = checkpoint.config
+    return ModelSizes(
+        model_type=str(families.read_config(checkpoint.directory)[0]["model_type"]),
+        num_layers=len(checkpoint.layers),
+        num_experts=config.num_experts,
+        hidden=config.hidden,
+        intermediate=config.intermediate,
+    )
+
+
+def placements_for(engine: EngineConfig, num_ranks: int) -> str | tuple[Placement, ...]:
+    """Which rank has which expert: by name, or for each MoE layer.
+
+    Errors: ValueError for a file that is none, of another model or number of ranks, or with other copies. Local.
+    """
+    copies, named = engine.redundant_experts, engine.placement in PLACEMENTS
+    if named and not copies:
+        return engine.placement
+    sizes = model_sizes(engine)
+    if named:
+        if engine.placement != "linear":
+            raise ValueError(f"redundant_experts ({copies}) needs placement linear or a file, not {engine.placement!r}")
+        even = [[1] * sizes.num_experts]  # loads are not known yet
+        return plan_placement(even, sizes.num_experts + copies, num_ranks).placements * sizes.num_layers
+    try:
+        placements = read_placements(engine.placement, sizes, num_ranks)
+    except OSError as error:
+        names = ", ".join(PLACEMENTS)
+        raise ValueError(
+            f"placement ({engine.placement!r}) is not one of {names}, nor a readable file: {error}"
+        ) from None
+    found = placements[0].num_physical - sizes.num_experts
+    if copies not in (0, found):
+        raise ValueError(f"redundant_experts ({copies}) is not the number of copies in {engine.placement} ({found})")
+    return placements
+
+
 def load_expert_parallel(group: EPGroup, engine: EngineConfig) -> tuple[Model, Session]:
     """Load the model with this rank's experts only; returns the model and its expert-parallel session. Collective."""
     model: Model = from_pretrained(
@@ -43,7 +85,7 @@ def load_expert_parallel(group: EPGroup, engine: EngineConfig) -> tuple[Model, S
         dtype=with_dtype(engine, group.device).torch_dtype,
         transport=engine.transport,
         experts=engine.experts,
-        placement=engine.placement,
+        placement=placements_for(engine, group.num_ranks),
         scheme=None if engine.scheme == "auto" else engine.scheme,
         layout=engine.layout,
         max_tokens_per_rank=engine.max_tokens_per_rank,
@@ -97,14 +139,30 @@ class PhaseClock:
             self.secs[name] += time.perf_counter() - start
 
 
+class LoadOfRank(NamedTuple):
+    """How often a rank's tokens chose each expert, [MoE layer][expert], and which rank has which."""
+
+    experts: list[list[int]]
+    placements: tuple[Placement, ...]
+
+
+def load_of(session: Session) -> LoadOfRank:
+    """The load of a session so far. Local, host sync."""
+    return LoadOfRank(session.expert_load.tolist(), session.placements)
+
+
 def gather_report(
-    group: EPGroup, clock: PhaseClock, expert_load: list[list[int]], **part: Any
+    group: EPGroup, clock: PhaseClock, load: LoadOfRank, **part: Any
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """All ranks' parts of a report, in rank order, and the entries that every report has. Collective."""
-    parts = group.all_gather_object(part | {"expert_load": expert_load, "secs": dict(clock.secs)})
+    parts = group.all_gather_object(part | {"expert_load": load.experts, "secs": dict(clock.secs)})
+    total = torch.tensor([other["expert_load"] for other in parts]).sum(0).tolist()
+    by_rank = rank_loads(total, load.placements)
     return parts, {
         "world_size": group.num_ranks,
-        "expert_load": torch.tensor([other["expert_load"] for other in parts]).sum(0).tolist(),
+        "expert_load": total,
+        "rank_load": by_rank,
+        "balancedness": balancedness(by_rank),
         "times": {f"{name}_secs": max(other["secs"][name] for other in parts) for name in clock.secs},
     }
 

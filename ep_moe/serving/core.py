@@ -29,6 +29,7 @@ OnProgress = Callable[[Progress], None]
 PREFILL, DECODE = "prefill", "decode"
 LOAD_SECS = 2.0  # between two reports of the experts' load
 MOST_SENT = 2  # plans that the ranks have at a time: they begin the next one while clients get the tokens of the last
+WINDOW_SECS = 60.0  # of which `recent_load` is
 
 
 class Rows(Protocol):
@@ -182,6 +183,7 @@ class Leader:
         self.on_start: Callable[[float], None] = lambda secs: None
         self.load: list[list[int]] = []
         self._load_due = 0.0
+        self._reports = collections.deque[tuple[float, list[list[int]]]]()  # one before the window, and those in it
         self._scheduler = Scheduler(limits)
         self._watchers: dict[int, OnProgress] = {}
         self._sent: collections.deque[tuple[RowsPlan, float]] = collections.deque()  # with the time
@@ -210,6 +212,15 @@ class Leader:
     def num_waiting(self) -> int:
         """Generations that wait for a row."""
         return self._scheduler.num_waiting
+
+    @property
+    def recent_load(self) -> list[list[int]]:
+        """`load` of the last minute: since the last report before it, or since the first one if there is none."""
+        reports = list(self._reports)
+        if len(reports) < 2:
+            return self.load
+        first, last = reports[0][1], reports[-1][1]
+        return [[b - a for a, b in zip(*layers, strict=True)] for layers in zip(first, last, strict=True)]
 
     def usage(self, rank: int) -> tuple[int, int]:
         """Rows of a rank that have a sequence now, and the positions that these have filled."""
@@ -309,6 +320,9 @@ class Leader:
         if plan.load:
             by_layer = zip(*(each.load for each in made), strict=True)
             self.load = [[sum(tokens) for tokens in zip(*ranks, strict=True)] for ranks in by_layer]
+            self._reports.append((start, self.load))
+            while len(self._reports) > 1 and self._reports[1][0] <= start - WINDOW_SECS:
+                self._reports.popleft()
         with self._changed:
             found = self._scheduler.take(made)
             watchers = [self._watchers.get(ticket) for ticket, _ in found]

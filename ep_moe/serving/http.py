@@ -6,6 +6,7 @@ sequences. Bodies are bounded before they are read, and parsed and tokenized by 
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import importlib.metadata
 import re
@@ -213,8 +214,14 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
     @app.get("/load")
     async def load() -> dict[str, Any]:
-        leader, version = service.leader, importlib.metadata.version("ep-moe")
-        return {"model": service.name, "version": version, "load": leader.load, "owners": leader.limits.owners}
+        leader, limits = service.leader, service.leader.limits
+        return {
+            "model": service.name,
+            "version": importlib.metadata.version("ep-moe"),
+            "sizes": None if limits.sizes is None else dataclasses.asdict(limits.sizes),
+            "load": leader.load,
+            "owners": [placement.owners() for placement in limits.placements],
+        }
 
     @app.get("/version")
     async def version() -> dict[str, str]:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from ep_moe.balance import balancedness, rank_loads
 from ep_moe.serving.core import Leader
 
 CLIENT_LEFT = 499  # the status of a request whose client went away, as nginx logs it
@@ -41,8 +42,8 @@ class Metrics:
         self._gauge("rows", "Most sequences of a rank", lambda: limits.num_rows)
         self._gauge("positions", "Most positions of a sequence", lambda: limits.num_positions)
         self._gauge("draining", "1 once the server has been asked to end", lambda: int(leader.draining))
-        balance = "Mean over ranks of the tokens that went to their experts so far, over the fullest rank's"
-        self._gauge("balancedness", balance, lambda: balancedness(rank_loads(leader)))
+        balance = "Tokens of the mean rank's experts in the last minute over the fullest one's, both summed over layers"
+        self._gauge("balancedness", balance, lambda: balancedness(_rank_loads(leader, leader.recent_load)))
         rows, positions, load = (
             Gauge(f"ep_moe_rank_{name}", what, ["rank"], registry=self._registry)
             for name, what in (
@@ -54,7 +55,7 @@ class Metrics:
         for rank in range(limits.num_ranks):
             rows.labels(rank).set_function(functools.partial(lambda rank: leader.usage(rank)[0], rank))
             positions.labels(rank).set_function(functools.partial(lambda rank: leader.usage(rank)[1], rank))
-            load.labels(rank).set_function(functools.partial(lambda rank: rank_loads(leader)[rank], rank))
+            load.labels(rank).set_function(functools.partial(lambda rank: _tokens_of(leader, rank), rank))
 
     def _histogram(self, name: str, what: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
         return Histogram(f"ep_moe_{name}_seconds", what, labels, buckets=buckets, registry=self._registry)
@@ -72,15 +73,11 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-def rank_loads(leader: Leader) -> list[int]:
-    """Tokens that went to the experts of each rank so far."""
-    loads = [0] * leader.limits.num_ranks
-    for layer in leader.load:
-        for rank, tokens in zip(leader.limits.owners, layer, strict=True):
-            loads[rank] += tokens
-    return loads
+def _rank_loads(leader: Leader, load: list[list[int]]) -> list[list[float]]:
+    """Tokens of each rank's experts, by layer; none before the first report."""
+    return rank_loads(load, leader.limits.placements) if load else []
 
 
-def balancedness(loads: list[int]) -> float:
-    """The mean load over the largest; 1 without any."""
-    return sum(loads) / len(loads) / max(loads) if any(loads) else 1.0
+def _tokens_of(leader: Leader, rank: int) -> float:
+    """Tokens that went to the experts of a rank so far."""
+    return sum(ranks[rank] for ranks in _rank_loads(leader, leader.load))

@@ -14,6 +14,7 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 
+from ep_moe.balance import ModelSizes
 from ep_moe.engines.transformers.decoding.adjust import MOST_LOGPROBS, MOST_PROMPT_LOGITS
 from ep_moe.engines.transformers.decoding.finite import not_finite
 from ep_moe.engines.transformers.decoding.passes import (
@@ -28,6 +29,7 @@ from ep_moe.engines.transformers.decoding.passes import (
 )
 from ep_moe.engines.transformers.decoding.sequences import BROKEN, MOST_END_IDS, NONE
 from ep_moe.fields import shown
+from ep_moe.placement import Placement
 
 STOP, LENGTH = "stop", "length"  # why a sequence has ended: its end token or its grammar's end, or max_new_tokens
 MOST_SEED = 2**63
@@ -93,7 +95,8 @@ class Limits:
         max_prefill_tokens: M, of all prompts in one prefill of a rank. max_waiting: generations without a row.
         passes_per_plan: the most decode passes per scheduling step.
         vocab_size: of the model's input embedding. end_ids: tokens that end a sequence.
-        owners: the rank of each expert. no_grammars: why sequences cannot have a grammar, "" if they can.
+        placements: which rank has which expert, by MoE layer; sizes: of the model. Of what is reported about load.
+        no_grammars: why sequences cannot have a grammar, "" if they can.
     """
 
     num_ranks: int
@@ -104,7 +107,8 @@ class Limits:
     passes_per_plan: int
     vocab_size: int
     end_ids: tuple[int, ...] = ()
-    owners: tuple[int, ...] = ()
+    placements: tuple[Placement, ...] = ()
+    sizes: ModelSizes | None = None
     no_grammars: str = ""
 
     @property

@@ -11,6 +11,7 @@ import pytest
 from ep_moe.engines.transformers.decoding.passes import Logprob, RowsMade, RowsPlan, RowStart, Sampling
 from ep_moe.engines.transformers.decoding.sequences import BROKEN, NONE
 from ep_moe.group import EPGroup
+from ep_moe.placement import Placement
 from ep_moe.serving.core import Leader, LeadRank, ServerEndedError, follow
 from ep_moe.serving.scheduler import Generation, Limits, Progress
 
@@ -23,7 +24,7 @@ LIMITS = Limits(
     passes_per_plan=4,
     vocab_size=256,
     end_ids=(0,),
-    owners=(0, 0, 0),
+    placements=(Placement((0, 1, 2), (0, 3, 3, 3)),) * 2,
 )
 
 

@@ -939,7 +939,10 @@ def test_the_dashboard_asks_for_metrics_that_there_are(tokenizer: Any) -> None:
         assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 9}).status_code == 200
         found = set(re.findall(r"^(ep_moe_\w+?)(?:\{.*\})? ", client.get("/metrics").text, re.MULTILINE))
         assert leader.load == [[1, 2, 3], [4, 5, 6]]
-        assert client.get("/load").json()["load"] == leader.load
+        shown, metrics = client.get("/load").json(), client.get("/metrics").text
+        assert (shown["load"], shown["owners"]) == (leader.load, [[[0], [0], [0]]] * 2)
+        assert 'ep_moe_rank_expert_tokens{rank="0"} 21.0' in metrics
+        assert float(re.findall(r"^ep_moe_balancedness (.*)", metrics, re.MULTILINE)[0]) == pytest.approx(1 / 3)
     panels = json.loads(GRAFANA.read_text())["panels"]
     asked = {
         name for panel in panels for target in panel["targets"] for name in re.findall(r"ep_moe_\w+", target["expr"])

@@ -1,0 +1,221 @@
+"""`ep-moe balance record` and `plan`: the load of experts into a file, and placements for it into another."""
+
+import dataclasses
+import json
+import re
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from ep_moe.app.generate import GenerateConfig, generate
+from ep_moe.config import EngineConfig, from_mapping
+from ep_moe.environment import client_key
+from ep_moe.fields import Field, check_fields
+from ep_moe.report.plots import DPI
+from ep_moe.report.records import check_writable
+
+if TYPE_CHECKING:
+    from ep_moe.balance import RecordedLoad
+
+ANSWER_SECS = 30.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RecordConfig:
+    """What `ep-moe balance record` counts: tokens of prompts and their continuations, or those of a running server.
+
+    Of a server it counts what comes within `secs`, of which the last two seconds may be missing.
+    """
+
+    out: Annotated[Path, Field(help="File to write")]
+    prompts: Annotated[Path | None, Field(help="A text file; each of its lines is a prompt")] = None
+    max_new_tokens: Annotated[int, Field(help="New tokens per prompt", at_least=1)] = 128
+    url: Annotated[str, Field(help="A running server to record instead, such as http://127.0.0.1:8000")] = ""
+    secs: Annotated[float, Field(help="How long to record a server", positive=True)] = 60.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if (self.prompts is None) != bool(self.url):
+            raise ValueError("either prompts, a file, or the url of a server is needed")
+        if self.url and not re.match(r"https?://", self.url):
+            raise ValueError(f"url ({self.url!r}) does not begin with http:// or https://")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BalancePlanConfig:
+    """Ranks and copies of `ep-moe balance plan`."""
+
+    load: Annotated[Path, Field(help="A file of `ep-moe balance record`")]
+    out: Annotated[Path | None, Field(help="File to write the placements to; without one they are only judged")] = None
+    ranks: Annotated[int, Field(help="Number of ranks", at_least=1)] = 4
+    redundant_experts: Annotated[
+        int, Field(help="Copies of experts, in each layer, on all ranks together", at_least=0)
+    ] = 0
+    ranks_per_node: Annotated[int | None, Field(help="Neighboring ranks of a node; by default all", at_least=1)] = None
+    groups: Annotated[
+        int, Field(help="Groups of experts that routing is limited to, each of which stays on a node", at_least=1)
+    ] = 1
+    previous: Annotated[Path | None, Field(help="Placements now, to move few experts; by default linear")] = None
+    max_moves: Annotated[int | None, Field(help="Most experts that move, in all layers together", at_least=0)] = None
+    plot: Annotated[Path | None, Field(help="Draw the load of ranks by layer, before and after, to this file")] = None
+    min_gain: Annotated[float, Field(help="Least gain of a step, by the mean rank's load", at_least=0)] = 0.005
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def record(engine: EngineConfig, config: RecordConfig) -> dict[str, Any]:
+    """Record a load and write it.
+
+    Errors: ValueError as of `generate`, and for a file without prompts; RuntimeError for a server that does not answer.
+    """
+    from ep_moe.balance import ModelSizes, RecordedLoad
+
+    check_writable(config.out, "out")
+    if config.url:
+        found = _of_server(config)
+    else:
+        report = generate(engine, GenerateConfig(prompts=_lines(config), max_new_tokens=config.max_new_tokens))
+        found = RecordedLoad(
+            model=from_mapping(ModelSizes, report["sizes"], "sizes"), load=tuple(map(tuple, report["expert_load"]))
+        )
+    if not any(map(any, found.load)):
+        raise RuntimeError("no token came to an expert, so nothing is recorded")
+    found.save(config.out)
+    return {
+        "ok": True,
+        "out": str(config.out),
+        "model": dataclasses.asdict(found.model),
+        "tokens": max(sum(layer) for layer in found.load),
+        "expert_load": [list(layer) for layer in found.load],
+    }
+
+
+def _lines(config: RecordConfig) -> tuple[str, ...]:
+    assert config.prompts is not None
+    try:
+        found = tuple(filter(None, _reading(Path.read_text, config.prompts).splitlines()))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompts ({str(config.prompts)!r}) are not UTF-8: {error}") from None
+    if not found:
+        raise ValueError(f"prompts ({str(config.prompts)!r}) has no lines")
+    return found
+
+
+def _of_server(config: RecordConfig) -> "RecordedLoad":
+    from ep_moe.balance import ModelSizes, RecordedLoad
+
+    first = _ask(config.url)
+    time.sleep(config.secs)
+    last = _ask(config.url)
+    if last.get("sizes") is None:
+        raise RuntimeError(f"{config.url} does not tell the sizes of its model")
+    sizes = from_mapping(ModelSizes, last["sizes"], f"{config.url}/load: sizes")
+    before = first["load"] or [[0] * sizes.num_experts for _ in range(sizes.num_layers)]
+    after = last["load"] or before
+    load = tuple(tuple(b - a for a, b in zip(*pair, strict=True)) for pair in zip(before, after, strict=True))
+    return RecordedLoad(model=sizes, load=load)
+
+
+def _ask(url: str) -> dict[str, Any]:
+    """The answer of a server's /load. Errors: RuntimeError."""
+    address = url.rstrip("/").removesuffix("/v1") + "/load"
+    key = client_key()
+    request = urllib.request.Request(address, headers={"authorization": f"Bearer {key}"} if key else {})  # noqa: S310
+    try:
+        with urllib.request.urlopen(request, timeout=ANSWER_SECS) as answer:  # noqa: S310
+            found: dict[str, Any] = json.load(answer)
+            return found
+    except (OSError, ValueError, urllib.error.URLError) as error:
+        raise RuntimeError(f"{address} does not answer: {error}") from None
+
+
+def balance_plan(config: BalancePlanConfig) -> dict[str, Any]:
+    """Plan placements for a recorded load, and write them if a file is named.
+
+    Errors: ValueError for a load or previous placements that cannot be read, or do not fit each other or the sizes;
+    RuntimeError for a plot without matplotlib.
+    """
+    from ep_moe.balance import RecordedLoad, balancedness, plan_placement, rank_loads, read_placements, save_placements
+    from ep_moe.placement import Placement
+
+    if config.out is not None:
+        check_writable(config.out, "out")
+    found, previous = _reading(RecordedLoad.read, config.load), None
+    num_experts = found.model.num_experts
+    linear = (Placement.linear(num_experts, config.ranks),) * found.model.num_layers
+    if config.previous is not None:
+        previous = _reading(read_placements, config.previous, found.model, config.ranks)
+    elif not config.redundant_experts:
+        previous = linear
+    plan = plan_placement(
+        found.load,
+        num_experts + config.redundant_experts,
+        config.ranks,
+        ranks_per_node=config.ranks_per_node,
+        num_groups=config.groups,
+        previous=previous,
+        max_moves=config.max_moves,
+        min_gain=config.min_gain,
+    )
+    if config.out is not None:
+        save_placements(config.out, plan.placements, found.model)
+    before, after = (rank_loads(found.load, each) for each in (previous or linear, plan.placements))
+    if config.plot is not None:
+        _draw(config.plot, {"before": before, "after": after})
+    return {
+        "ok": True,
+        "out": None if config.out is None else str(config.out),
+        "plot": None if config.plot is None else str(config.plot),
+        "ranks": config.ranks,
+        "redundant_experts": config.redundant_experts,
+        "balancedness_before": balancedness(before),
+        "balancedness": balancedness(after),
+        "layers": [
+            {"before": balancedness([old]), "after": balancedness([new])}
+            for old, new in zip(before, after, strict=True)
+        ],
+        "rank_load_before": before,
+        "rank_load": after,
+        "moves": plan.num_moves,
+        "steps": [dataclasses.asdict(step) for step in plan.steps],
+    }
+
+
+def _draw(path: Path, loads: dict[str, list[list[float]]]) -> None:
+    """A heat map for each of these loads [layer][rank], by the layer's mean rank."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise RuntimeError("a plot needs matplotlib; install: pip install 'ep-moe[bench]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    ratios = {
+        name: [[tokens * len(ranks) / (sum(ranks) or 1) for tokens in ranks] for ranks in load]
+        for name, load in loads.items()
+    }
+    most = max(max(ranks) for load in ratios.values() for ranks in load)
+    figure, axes = pyplot.subplots(1, len(loads), figsize=(10, 5), sharey=True, layout="constrained")
+    for panel, (name, load) in zip(axes, ratios.items(), strict=True):
+        image = panel.imshow(load, aspect="auto", cmap="RdBu_r", vmin=2 - most, vmax=most, interpolation="nearest")
+        panel.set_title(f"{name}: fullest rank {max(map(max, load)):.2f}")
+        panel.set_xlabel("rank")
+    axes[0].set_ylabel("MoE layer")
+    figure.colorbar(image, ax=axes, label="load by the layer's mean rank")
+    try:
+        figure.savefig(path, dpi=DPI)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"plot ({str(path)!r}) cannot be written: {error}") from None
+    finally:
+        pyplot.close(figure)
+
+
+def _reading(read: Any, path: Path, *more: Any) -> Any:
+    """The content of a file. Errors: ValueError for one that cannot be read."""
+    try:
+        return read(path, *more)
+    except OSError as error:
+        raise ValueError(f"{str(path)!r} cannot be read: {error}") from None
