@@ -234,42 +234,44 @@ class Launches:
         self._stream: int | None = None
         self._counted, self._calls = dict[tuple[int, ...], _Counted](), 0
         self._recordable = len(self._steps) > 1
-        self._lock = threading.Lock()  # the driver reads the arguments while other threads run
+        self._lock = threading.RLock()  # the driver reads the arguments while other threads run
 
-    def __call__(self, values: Sequence[int], *, again: bool = True) -> None:
+    def __call__(self, values: Sequence[int], recorded_on: int | None = None, *, again: bool = True) -> int:
         """Launch on the GPU's current stream, with these values of the changing arguments. Local, no host sync.
 
-        again: once more if this thread had no CUDA context.
+        Args:
+            recorded_on: the current stream, if these launches are recorded there for a graph of these values.
+            again: once more if this thread had no CUDA context.
+        Returns: the CUresult, 0 for launches that are not recorded. Errors: RuntimeError for another one of these.
         """
         if self._current_device() != self._index:
             with torch.cuda.device(self._device):
-                self(values)
-            return
+                return self(values)
         with self._lock:
-            stream = self._current_stream(self._index)
-            graph = self._graph_of(tuple(values)) if self._recordable else None
-            status = self._launch_on(values, stream) if graph is None else graph(stream)
-        if status == _NO_CONTEXT and again:
-            torch.zeros(1, dtype=torch.float32, device=self._device)  # a torch kernel makes the context current
-            self(values, again=False)
-        elif status:
+            graph, stream = None, recorded_on
+            if stream is None:
+                stream = self._current_stream(self._index)
+                graph = self._graph_of(tuple(values)) if self._recordable else None
+            if graph is not None:
+                status = graph(stream)
+            else:
+                self._pack(self._memory, 0, *values)
+                for tensor_map, cell in self._maps:
+                    tensor_map.move(self._cells[cell])
+                if stream != self._stream:
+                    for config in self._configs:
+                        config.stream = stream
+                    self._stream = stream
+                for arguments in self._steps:
+                    status = self._launch(*arguments)
+                    if status:
+                        break
+        if not status or recorded_on is not None:
+            return status
+        if status != _NO_CONTEXT or not again:
             raise RuntimeError(f"the CUDA driver did not launch a kernel (CUresult {status})")
-
-    def _launch_on(self, values: Sequence[int], stream: int) -> int:
-        """Launch all on this stream, which is the current one; returns the CUresult of the last launch tried."""
-        self._pack(self._memory, 0, *values)
-        for tensor_map, cell in self._maps:
-            tensor_map.move(self._cells[cell])
-        if stream != self._stream:
-            for config in self._configs:
-                config.stream = stream
-            self._stream = stream
-        launch, status = self._launch, 0
-        for arguments in self._steps:
-            status = launch(*arguments)
-            if status:
-                break
-        return status
+        torch.zeros(1, dtype=torch.float32, device=self._device)  # a torch kernel makes the context current
+        return self(values, again=False)
 
     def _graph_of(self, values: tuple[int, ...]) -> LaunchGraph | None:
         """The launches with these values as a graph; None if they came too seldom, or torch captures a graph now."""
@@ -284,8 +286,7 @@ class Launches:
             counted.times += 1
             if counted.times > _RECORDED_AFTER and LaunchGraph.may_be_made():
                 try:
-                    launch_on = functools.partial(self._launch_on, values)
-                    counted.graph = LaunchGraph(cuda_driver(), launch_on, self._device)
+                    counted.graph = LaunchGraph(cuda_driver(), functools.partial(self, values), self._device)
                 except RecordingError as error:
                     self._recordable = error.status == _NO_CONTEXT  # which the launches, that come now, will mend
                     _log.info("calls launch their kernels one by one, which is slower: %s", error)

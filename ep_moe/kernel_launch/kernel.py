@@ -15,7 +15,7 @@ from ep_moe.kernel_launch.cuda_driver import DriverKernel, Launches, LaunchMisma
 from ep_moe.kernel_launch.tensor_map import Address, address_of, is_descriptor
 
 Tensors = tuple[Any, ...]  # tensors, tuples of them, or descriptors of them; None for those that are absent
-Run = Callable[[Sequence[int]], None]  # launches with addresses and numbers in one sequence
+Run = Callable[[Sequence[int]], object]  # launches with addresses and numbers in one sequence
 Group = TypeVar("Group", bound=tuple[Any, ...])
 _log = logging.getLogger(__name__)
 

@@ -44,7 +44,7 @@ class LaunchSequence:
         self.launches = list(launches)
         self.given, self.pieces, self.aliases = given, dict(pieces), dict(aliases or {})
         self.workspace = Workspace(pieces, device)
-        self.loaded: Callable[[list[int]], None] | None = None
+        self.loaded: Run | None = None
         self._numbers: list[int] = []
         self._placed: tuple[int, list[int]] = (0, [])  # a workspace's address, those of its pieces, and the numbers
 

@@ -77,8 +77,9 @@ class ExpertBatch:
     @property
     def addresses(self) -> list[int]:
         """The addresses of `addressed`, without making tensors that were left out. Local."""
-        if self.template is not None and self.memory is not None:
-            return self.template.addresses(self.memory)
+        template, memory = self.template, self.memory
+        if template is not None and memory is not None:
+            return [*map(memory.data_ptr().__add__, template.offsets), *template.shared]
         return [getattr(self, name).data_ptr() for name in self.addressed]
 
     @property
@@ -154,7 +155,8 @@ class BatchTemplate:
 
     Attributes:
         left_out: the fields that become tensors when they are read.
-        addressed: see `ExpertBatch.addressed`.
+        addressed: see `ExpertBatch.addressed`: first those in a batch's memory, at `offsets`, then those of all
+            batches, at the addresses `shared`.
     """
 
     def __init__(
@@ -166,8 +168,8 @@ class BatchTemplate:
         self.left_out = frozenset(names)
         shared = [name for name in ADDRESSED if name not in names and fields.get(name) is not None]
         self.addressed = (*(name for name in ADDRESSED if name in names), *shared)
-        self._offsets = [workspace.offset_of(name) for name in ADDRESSED if name in names]
-        self._shared = [fields[name].data_ptr() for name in shared]
+        self.offsets = [workspace.offset_of(name) for name in ADDRESSED if name in names]
+        self.shared = [fields[name].data_ptr() for name in shared]
         self.allocate = workspace.allocate
 
     def batch(self, memory: torch.Tensor) -> ExpertBatch:
@@ -182,11 +184,6 @@ class BatchTemplate:
         """A tensor that was left out. Local."""
         tensor = self._workspace.view(memory, name)
         return tensor.transpose(-1, -2) if name == "scale" else tensor
-
-    def addresses(self, memory: torch.Tensor) -> list[int]:
-        """The addresses of `addressed`. Local."""
-        base = memory.data_ptr()
-        return [base + offset for offset in self._offsets] + self._shared
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
