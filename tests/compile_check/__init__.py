@@ -27,5 +27,6 @@ kernels are compiled with the alignments and options of real runs. The rules and
     weak         a store by a function `publish`, which is for what others poll, that is not strong at system scope in
                  the machine code: Triton has no scoped stores, and the exchange relies on what `.wt` becomes
 
-A case may excuse a kernel from a rule, with a reason; an unused excuse is itself a finding.
+--share 1/4 compiles every fourth case from the second on, as CI does with another one for each commit; of the others
+only the launchers run. A case may excuse a kernel from a rule, with a reason; an unused excuse is itself a finding.
 """

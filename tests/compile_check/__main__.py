@@ -14,6 +14,14 @@ from typing import Any
 TARGETS = (90, 100)
 
 
+def share(text: str) -> tuple[int, int]:
+    """Read I/N. Errors: ValueError."""
+    first, step = map(int, text.split("/"))
+    if not 0 <= first < step:
+        raise ValueError
+    return first, step
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="compile_check", description="Compile all Triton kernels without a GPU.")
@@ -21,6 +29,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--cases", default="compile_check.cases", help="module with cases() and RULES_OF_ORDER")
     parser.add_argument("--only", default="", help="run the cases with this in their name, and look for no missing one")
     parser.add_argument("--target", type=int, choices=TARGETS, action="append", help="compute capability; all")
+    text = "I/N compiles every N-th case from the I-th on, and runs the others' launchers"
+    parser.add_argument("--share", type=share, default=(0, 1), help=text)
     parser.add_argument("--report", type=Path, help="write what one target compiled to this file, and print nothing")
     return parser.parse_args(argv)
 
@@ -28,7 +38,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def start(arguments: argparse.Namespace, target: int, folder: Path) -> subprocess.Popen[bytes]:
     """Start the process of one target, with an empty cache of its own."""
     command = [sys.executable, "-m", "compile_check", "--package", arguments.package, "--cases", arguments.cases]
-    command += ["--only", arguments.only, "--target", str(target), "--report", str(folder / f"{target}.json")]
+    command += ["--only", arguments.only, "--share", "{}/{}".format(*arguments.share)]
+    command += ["--target", str(target), "--report", str(folder / f"{target}.json")]
     return subprocess.Popen(command, env={**os.environ, "TRITON_CACHE_DIR": str(folder / f"cache{target}")})
 
 
@@ -41,10 +52,8 @@ def check_target(arguments: argparse.Namespace, target: int) -> dict[str, Any]:
     cases = [case for case in cases if case.targets is None or target in case.targets]
     elsewhere = [name for name, targets in getattr(module, "TARGETS_OF", {}).items() if target not in targets]
     ordered = getattr(module, "RULES_OF_ORDER", {})
-    complete = not arguments.only
-    result = checking.check_cases(
-        cases, arguments.package, target, complete=complete, elsewhere=elsewhere, rules_of_order=ordered
-    )
+    options = {"complete": not arguments.only, "elsewhere": elsewhere, "rules_of_order": ordered}
+    result = checking.check_cases(cases, arguments.package, target, share=arguments.share, **options)
     return dataclasses.asdict(result)
 
 

@@ -4,7 +4,8 @@
 
 -s shows the line of each case, with its largest error. The last test compares the calls of `ep_moe.functional` with the
 releases whose calls they are. Environment variables:
-- EP_MOE_ENGINE_CASES: the cases to run, separated by spaces; all by default.
+- EP_MOE_ENGINE_CASES: the cases to run, separated by spaces, or `all`; by default all of the newest release of each
+  engine, and `releases.SOME` of the others.
 - EP_MOE_ENGINE_CACHE: a folder for wheels and dependencies, by default ~/.cache/ep_moe_engines.
 - EP_MOE_REQUIRE_ENGINES=1: an engine that cannot be had is a failure; else it is skipped, as "engine NOT tested".
 - EP_MOE_ENGINE_DEVICE=cuda: vLLM's models on one GPU, which its ranks share; its platform and the twins stay a CPU's.
@@ -79,7 +80,7 @@ def test_a_release(name: str, version: str, work: Path) -> None:
     with needed(f"{name} {version}"):
         paths = [unpacked(name, version, cache), dependencies(name, version, cache), work / "entries", ROOT, HERE]
     ranks = [(world, rank) for world in WORLDS for rank in range(world)]
-    running = {(world, rank): start(name, paths, work, world, rank) for world, rank in ranks}
+    running = {(world, rank): start(name, version, paths, work, world, rank) for world, rank in ranks}
     deadline, failed = time.monotonic() + TIMEOUT_SECS, []
     for (world, rank), process in running.items():
         try:

@@ -1,4 +1,4 @@
-"""The hierarchical transport on CPU ranks that are 2 x 2, 2 x 3 and 4 x 2 nodes; `pytest -m nodes` runs every case."""
+"""The hierarchical transport on CPU ranks that are 2 x 1, 2 x 2 and 3 x 2 nodes; `pytest -m nodes` runs every case."""
 
 import dataclasses
 import functools
@@ -136,7 +136,7 @@ def random_case(rng: random.Random, num_ranks: int, number: int) -> TransportCas
 
 @pytest.mark.parametrize(
     ("nodes", "per_node"),
-    [(2, 1), (2, 2), (4, 2), *(pytest.param(*size, marks=pytest.mark.matrix) for size in ((3, 1), (2, 3)))],
+    [(2, 1), (2, 2), (3, 2), *(pytest.param(*size, marks=pytest.mark.matrix) for size in ((3, 1), (2, 3), (4, 2)))],
 )
 def test_some_cases(nodes: int, per_node: int) -> None:
     assert failures(launch(run_some, per_node, num_ranks=nodes * per_node, config=CONFIG, device="cpu")) == []
