@@ -130,19 +130,27 @@ def test_formats_are_the_experts_in_each_scheme(monkeypatch: pytest.MonkeyPatch)
         FormatsBenchConfig(schemes=("none", "fp7"))
 
 
-@pytest.mark.parametrize("case", CALL_CASES)
-def test_calls_of_other_libraries(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All calls on small layers; then the first with an error."""
+def call_report(case: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The report of all calls on small layers."""
     preset = LAYER_PRESETS[CALL_CASES[case][0]]
     sizes = dataclasses.replace(preset.sizes, hidden=256, intermediate=128, num_experts=16)
     monkeypatch.setitem(LAYER_PRESETS, CALL_CASES[case][0], dataclasses.replace(preset, sizes=sizes))
     config = CallsBenchConfig(case=(case,), tokens=(5,), others=True, warmup=1, repeats=1)
-    report = calls_rank_main(EPGroup.single("cpu"), EngineConfig(), config)
+    return calls_rank_main(EPGroup.single("cpu"), EngineConfig(), config)
+
+
+@pytest.mark.parametrize("case", CALL_CASES)
+def test_calls_of_other_libraries(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = call_report(case, monkeypatch)
     assert report["ok"], report["rows"][-1]
     for row in report["rows"]:
         assert row["baselines"]["torch"]["speedup_ratio"] > 0
         assert {"call_us", "host_us", "host_in_a_row_us", "worst_row_error"} < set(row["figures"])
+
+
+def test_a_wrong_call_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first, which ends the run."""
     monkeypatch.setattr(calls, "grouped_mm", lambda *args, **options: 2 * grouped_mm(*args, **options))
-    [row] = calls_rank_main(EPGroup.single("cpu"), EngineConfig(), config)["rows"]
+    [row] = call_report(next(iter(CALL_CASES)), monkeypatch)["rows"]
     assert not row["ok"]
     assert "call_us" not in row["figures"]
