@@ -16,6 +16,7 @@ from transformers.cli.serving.utils import get_response_template
 
 from ep_moe.app.serve import bind
 from ep_moe.app.start import SHIPPED_MODEL
+from ep_moe.engines.transformers.decoding.passes import RowsMade, RowsPlan
 from ep_moe.grammar import Compiler, Vocabulary
 from ep_moe.group import EPGroup
 from ep_moe.serving.answers import AnswerParser, calls_grammar, response_template
@@ -23,7 +24,7 @@ from ep_moe.serving.core import Leader, LeadRank
 from ep_moe.serving.http import run_beside
 from ep_moe.serving.job import Service
 from ep_moe.serving.metrics import Metrics
-from ep_moe.serving.scheduler import BadRequestError
+from ep_moe.serving.scheduler import BadRequestError, Limits
 
 # as Qwen's, shortened
 TEMPLATE = """{%- for tool in tools or [] %}{{ tool | tojson }}
@@ -66,29 +67,23 @@ class SayingRows(FakeRows):
 
     text = ""
 
+    def __init__(self, limits: Limits, rank: int) -> None:
+        super().__init__(limits, rank)
+        self._said: dict[int, int] = {}  # tokens by row
+
+    def run(self, plan: RowsPlan) -> RowsMade:
+        """See `FakeRows`."""
+        self._said |= {start.row: 0 for start in plan.starts[0]}
+        return super().run(plan)
+
     def _next(self, row: int) -> int:
-        found = [*self.text.encode(), 0]
-        token = found[len(found) - 1 - self._left(row)]
-        self._live[row][2] -= 1
+        token = [*self.text.encode(), 0][self._said[row]]
+        self._said[row] += 1
+        self._live[row][2] -= 1  # tokens left
         self._positions[row] += 1
         if token == 0 or self._live[row][2] == 0:
             del self._live[row]
         return token
-
-    def _left(self, row: int) -> int:
-        """How many tokens come after the next one."""
-        made = self._sampling_starts.setdefault(row, self._live[row][2]) - self._live[row][2]
-        return len(self.text.encode()) - made
-
-    @property
-    def _sampling_starts(self) -> dict[int, int]:
-        return self.__dict__.setdefault("starts", {})
-
-    def run(self, plan: Any) -> Any:
-        """See `FakeRows`."""
-        for start in plan.starts[0]:
-            self._sampling_starts.pop(start.row, None)
-        return super().run(plan)
 
 
 @pytest.fixture(scope="module")
