@@ -32,7 +32,8 @@ def response_template(tokenizer: Tokenizer, config: Any) -> dict[str, Any] | Non
         from transformers.cli.serving.utils import get_response_template
     except ImportError:
         return None
-    found = get_response_template(tokenizer, SimpleNamespace(config=config))
+    model: Any = SimpleNamespace(config=config)  # all that is read of one
+    found = get_response_template(tokenizer, model)
     anchors = (found or {}).get("start_anchor", ())
     begins = tuple(token.content for token in tokenizer.added_tokens_decoder.values())
     known = any(anchor.startswith(begins) for anchor in ([anchors] if isinstance(anchors, str) else anchors))
@@ -175,7 +176,9 @@ def calls_grammar(
         rules.append(f"args{index}: %json {text_of(schema)}")
     choice = " | ".join(f"call{index}" for index in range(len(tools)))
     calls = "call" if one_call else 'call ("\\n" call)*'
-    thinks = next((each for name, each in template["fields"].items() if name in _REASONING_FIELDS), {})
+    thinks: Mapping[str, Any] = next(
+        (each for name, each in template["fields"].items() if name in _REASONING_FIELDS), {}
+    )
     opened, closed = thinks.get("open"), thinks.get("close")
     before = ""
     if isinstance(opened, str) and isinstance(closed, str) and not {opened, closed} & special:
