@@ -30,7 +30,8 @@ MOST_PASSES = 16  # of a plan: tokens of so many passes are kept on the device
 class ServeConfig:
     """Address and sizes of `ep-moe serve`.
 
-    Keys and values are reserved for `max_rows` sequences of `max_positions` tokens on each rank.
+    Keys and values are reserved for `max_rows` sequences of `max_positions` tokens on each rank, and for as many more
+    tokens of prefixes as `prefix_rows` sequences have.
     """
 
     host: Annotated[str, Field(help="Address to listen at; 0.0.0.0 is every interface of this machine")] = "127.0.0.1"
@@ -41,6 +42,10 @@ class ServeConfig:
         int | None,
         Field(help="Most tokens of a prompt and its continuation; by default the model's own limit, up to 4096"),
     ] = None
+    prefix_rows: Annotated[
+        int,
+        Field(help="Memory of so many more sequences on each rank keeps prefixes of prompts; 0 keeps none", at_least=0),
+    ] = 4
     max_waiting: Annotated[int, Field(help="Most sequences that wait for a free row", at_least=1)] = 256
     passes_per_plan: Annotated[
         int, Field(help=f"Decode passes, up to {MOST_PASSES}, per scheduling step", at_least=1)

@@ -4,7 +4,7 @@ The front end makes plans and sends them to rank 0, which sends them on to the o
 """
 
 import contextlib
-import dataclasses
+import logging
 import signal
 import socket
 import sys
@@ -23,6 +23,7 @@ from ep_moe.group import EPGroup
 from ep_moe.serving.core import Leader, LeadRank, RemoteRanks, ServerEndedError, follow, relay
 from ep_moe.serving.scheduler import Limits
 
+_log = logging.getLogger(__name__)
 MOST_POSITIONS = 4096  # by default: their keys and values are reserved for every row
 
 
@@ -54,30 +55,36 @@ def _serve(group: EPGroup, engine: EngineConfig, config: ServeConfig, front: Con
     reason = why_not_fixed(model)
     if reason:
         raise ValueError(f"{model_dir(engine)} cannot be served: {reason}")
+    num_rows, num_positions = config.max_rows, _num_positions(model, config)
+    end_ids, vocab_size = end_ids_of(model, tokenizer), model.get_input_embeddings().weight.shape[0]
+    with group.guard("warm up"):
+        grammars, reason = _grammars(tokenizer, vocab_size, end_ids)
+        no_grammars = next(filter(None, group.all_gather_object(reason)), "")
+        rows = RowDecoder(
+            model,
+            num_rows=num_rows,
+            num_positions=num_positions,
+            end_ids=end_ids,
+            graphs=uses_graphs(model, config.decode_graphs),
+            grammars=grammars,
+            prefix_rows=config.prefix_rows,
+        )
+    if config.prefix_rows and not rows.prefix_blocks and group.rank == 0:
+        _log.warning("prefixes are not kept: layers with a sliding window forget keys and values")
     limits = Limits(
         num_ranks=group.num_ranks,
-        num_rows=config.max_rows,
-        num_positions=_num_positions(model, config),
+        num_rows=num_rows,
+        num_positions=num_positions,
         max_prefill_tokens=session.transport.config.max_tokens_per_rank,
         max_waiting=config.max_waiting,
         passes_per_plan=config.passes_per_plan,
-        vocab_size=model.get_input_embeddings().weight.shape[0],
-        end_ids=end_ids_of(model, tokenizer),
+        vocab_size=vocab_size,
+        end_ids=end_ids,
         placements=session.placements,
         sizes=model_sizes(engine),
+        no_grammars=no_grammars,
+        prefix_blocks=rows.prefix_blocks,
     )
-    with group.guard("warm up"):
-        grammars, reason = _grammars(tokenizer, limits)
-        reasons = group.all_gather_object(reason)
-        limits = dataclasses.replace(limits, no_grammars=next(filter(None, reasons), ""))
-        rows = RowDecoder(
-            model,
-            num_rows=limits.num_rows,
-            num_positions=limits.num_positions,
-            end_ids=limits.end_ids,
-            graphs=uses_graphs(model, config.decode_graphs),
-            grammars=grammars,
-        )
     if front is None:
         follow(group, rows)
     else:
@@ -88,12 +95,12 @@ def _serve(group: EPGroup, engine: EngineConfig, config: ServeConfig, front: Con
     session.destroy()
 
 
-def _grammars(tokenizer: Any, limits: Limits) -> tuple[RowGrammars | None, str]:
+def _grammars(tokenizer: Any, vocab_size: int, end_ids: tuple[int, ...]) -> tuple[RowGrammars | None, str]:
     """The grammars of a rank's rows; None with the reason why there are none."""
     if not is_installed():
         return None, "llguidance is not installed beside all ranks; install: pip install 'ep-moe[json]'"
     try:
-        return RowGrammars(tokenizer, limits.vocab_size, limits.end_ids), ""
+        return RowGrammars(tokenizer, vocab_size, end_ids), ""
     except ValueError as error:
         return None, str(error)
 

@@ -226,6 +226,10 @@ class Leader:
         """Rows of a rank that have a sequence now, and the positions that these have filled."""
         return self._scheduler.usage(rank)
 
+    def prefix_tokens(self, rank: int) -> int:
+        """Tokens in the prefix cache of a rank."""
+        return self._scheduler.prefix_tokens(rank)
+
     def most_new_tokens(self, prompt: tuple[int, ...]) -> int:
         """The most new tokens after a prompt. Errors: BadRequestError for one that is not served. Any thread."""
         return self._scheduler.most_new_tokens(prompt)

@@ -162,6 +162,7 @@ class Job:
         }
         prompts = self._prompts()
         self._prompt_tokens = sum(map(len, prompts))
+        self._cached_tokens = 0  # of each prompt's first choice
         seed = secrets.randbits(63) if self._request.seed is None else self._request.seed
         self._grammar_param, self._grammar = self._request.grammar()
         parsers: list[AnswerParser | None] = [None] * (len(prompts) * self._request.n)
@@ -268,14 +269,17 @@ class Job:
                     service.metrics.prompt_tokens.inc(self._prompt_tokens)
                 service.metrics.generated_tokens.inc(piece.num_tokens - counts[index])
                 counts[index] = piece.num_tokens
+                if index not in begun and index % self._request.n == 0:
+                    self._cached_tokens += piece.cached
+                    service.metrics.cached_tokens.inc(piece.cached)
                 first, tokens = begun.setdefault(index, (now, piece.num_tokens))
                 if piece.finish and piece.num_tokens > tokens:
                     service.metrics.token_secs.observe((now - first) / (piece.num_tokens - tokens))
                 yield index, piece
         service.metrics.request_secs.observe(time.perf_counter() - self._start)
 
-    def _usage(self) -> dict[str, int]:
-        return usage(self._prompt_tokens, sum(choice.num_tokens for choice in self._choices))
+    def _usage(self) -> dict[str, Any]:
+        return usage(self._prompt_tokens, sum(choice.num_tokens for choice in self._choices), self._cached_tokens)
 
     async def whole(self) -> dict[str, Any]:
         """The answer of a request without a stream."""
@@ -322,7 +326,7 @@ class Job:
         silent = part.get("delta") == {} and part["logprobs"] is None and part["finish_reason"] is None
         return [] if silent else [self._chunk([{"index": index} | part])]
 
-    def _chunk(self, choices: list[dict[str, Any]], total: dict[str, int] | None = None) -> dict[str, Any]:
+    def _chunk(self, choices: list[dict[str, Any]], total: dict[str, Any] | None = None) -> dict[str, Any]:
         more: dict[str, Any] = {"usage": total} if self._request.includes_usage else {}
         return self._head | {"object": self._kind.chunk, "choices": choices} | more
 

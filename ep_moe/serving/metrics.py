@@ -27,6 +27,9 @@ class Metrics:
             registry=self._registry,
         )
         self.prompt_tokens = Counter("ep_moe_prompt_tokens", "Tokens of accepted prompts", registry=self._registry)
+        self.cached_tokens = Counter(
+            "ep_moe_cached_prompt_tokens", "Tokens of prompts that came from the prefix cache", registry=self._registry
+        )
         self.generated_tokens = Counter("ep_moe_generated_tokens", "Tokens generated", registry=self._registry)
         self.first_token = self._histogram("time_to_first_token", "From a request to its first text", _SECS)
         self.request_secs = self._histogram("request", "From a request to its last token", _SECS)
@@ -44,18 +47,20 @@ class Metrics:
         self._gauge("draining", "1 once the server has been asked to end", lambda: int(leader.draining))
         balance = "Tokens of the mean rank's experts in the last minute over the fullest one's, both summed over layers"
         self._gauge("balancedness", balance, lambda: balancedness(_rank_loads(leader, leader.recent_load)))
-        rows, positions, load = (
+        rows, positions, load, prefixes = (
             Gauge(f"ep_moe_rank_{name}", what, ["rank"], registry=self._registry)
             for name, what in (
                 ("rows", "Rows of a rank that have a sequence"),
                 ("positions", "Positions that these have filled"),
                 ("expert_tokens", "Tokens that went to the experts of a rank so far, counted every two seconds"),
+                ("prefix_tokens", "Tokens in the prefix cache of a rank"),
             )
         )
         for rank in range(limits.num_ranks):
             rows.labels(rank).set_function(functools.partial(lambda rank: leader.usage(rank)[0], rank))
             positions.labels(rank).set_function(functools.partial(lambda rank: leader.usage(rank)[1], rank))
             load.labels(rank).set_function(functools.partial(lambda rank: _tokens_of(leader, rank), rank))
+            prefixes.labels(rank).set_function(functools.partial(leader.prefix_tokens, rank))
 
     def _histogram(self, name: str, what: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
         return Histogram(f"ep_moe_{name}_seconds", what, labels, buckets=buckets, registry=self._registry)

@@ -572,9 +572,10 @@ def error_body(message: str, kind: str, param: str | None = None, code: str | No
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def usage(prompt_tokens: int, new_tokens: int) -> dict[str, int]:
+def usage(prompt_tokens: int, new_tokens: int, cached_tokens: int) -> dict[str, Any]:
     """OpenAI's usage object."""
     return {
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
         "prompt_tokens": prompt_tokens,
         "completion_tokens": new_tokens,
         "total_tokens": prompt_tokens + new_tokens,

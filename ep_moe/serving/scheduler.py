@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from ep_moe.balance import ModelSizes
 from ep_moe.engines.transformers.decoding.adjust import MOST_LOGPROBS, MOST_PROMPT_LOGITS
 from ep_moe.engines.transformers.decoding.finite import not_finite
+from ep_moe.engines.transformers.decoding.fixed_cache import BLOCK
 from ep_moe.engines.transformers.decoding.passes import (
     Logprob,
     RowsMade,
@@ -30,6 +31,7 @@ from ep_moe.engines.transformers.decoding.passes import (
 from ep_moe.engines.transformers.decoding.sequences import BROKEN, MOST_END_IDS, NONE
 from ep_moe.fields import shown
 from ep_moe.placement import Placement
+from ep_moe.serving.prefixes import PrefixBlocks
 
 STOP, LENGTH = "stop", "length"  # why a sequence has ended: its end token or its grammar's end, or max_new_tokens
 MOST_SEED = 2**63
@@ -75,6 +77,7 @@ class Progress:
     Args:
         logprobs: of these tokens, if asked for. prompt_logprobs: of the prompt's tokens but the first, if asked for: as
             they are computed, before the first new token or with it.
+        cached: tokens of the prompt that came from the prefix cache.
         finish: "" while it goes on; else STOP or LENGTH.
         error: what ended it instead, with `finish` "": NotFiniteError, GrammarError, or what ended the server.
     """
@@ -82,6 +85,7 @@ class Progress:
     tokens: tuple[int, ...] = ()
     logprobs: tuple[Logprob, ...] = ()
     prompt_logprobs: tuple[Logprob, ...] = ()
+    cached: int = 0
     finish: str = ""
     error: Exception | None = None
 
@@ -97,6 +101,7 @@ class Limits:
         vocab_size: of the model's input embedding. end_ids: tokens that end a sequence.
         placements: which rank has which expert, by MoE layer; sizes: of the model. Of what is reported about load.
         no_grammars: why sequences cannot have a grammar, "" if they can.
+        prefix_blocks: of the prefix cache of each rank, 0 for none.
     """
 
     num_ranks: int
@@ -110,6 +115,7 @@ class Limits:
     placements: tuple[Placement, ...] = ()
     sizes: ModelSizes | None = None
     no_grammars: str = ""
+    prefix_blocks: int = 0
 
     @property
     def longest_prompt(self) -> int:
@@ -128,19 +134,19 @@ class _Sequence:
     rank: int
     start: RowStart
     num_filled: int = 0  # tokens of the prompt in the cache once the plans in progress are carried out
-    num_made: int = 0
+    made: list[int] = dataclasses.field(default_factory=list)
     num_coming: int = 0  # new tokens of the plans in progress, unless it ends before
 
     @property
     def left(self) -> int:
         """New tokens that are wanted and not planned."""
-        return self.start.max_new_tokens - self.num_made - self.num_coming
+        return self.start.max_new_tokens - len(self.made) - self.num_coming
 
     @property
     def length(self) -> int:
         """Tokens of prompt and continuation that are in the cache or are next, once the plans in progress are carried
         out."""
-        return self.num_filled + self.num_made + self.num_coming
+        return self.num_filled + len(self.made) + self.num_coming
 
     @property
     def to_fill(self) -> int:
@@ -184,6 +190,9 @@ class Scheduler:
         self._waiting: collections.OrderedDict[int, tuple[Generation, float]] = collections.OrderedDict()
         self.waits: list[float] = []  # seconds in the queue of sequences that got a row since this was cleared
         self._rows: list[list[_Sequence | None]] = [[None] * limits.num_rows for _ in range(limits.num_ranks)]
+        self._prefixes = [PrefixBlocks(limits.prefix_blocks) for _ in self._rows]
+        # place in the prefix cache -> (row, block of it), for the next plan
+        self._saves: list[dict[int, tuple[int, int]]] = [{} for _ in self._rows]
         self._ended: list[set[int]] = [set() for _ in range(limits.num_ranks)]  # rows the ranks have not yet ended
         self._filling: list[list[_Sequence]] = [[] for _ in self._rows]  # prompts in chunks, the next one first
         self._new_first = [True] * limits.num_ranks  # whether new prompts precede those in the next prefill
@@ -205,6 +214,10 @@ class Scheduler:
         """Rows of a rank that have a sequence, and the positions that these have filled."""
         live = [row for row in list(self._rows[rank]) if row is not None]
         return len(live), sum(sequence.length - sequence.num_coming for sequence in live)
+
+    def prefix_tokens(self, rank: int) -> int:
+        """Tokens in the prefix cache of a rank."""
+        return self._prefixes[rank].num_tokens
 
     def _running(self) -> Iterator[_Sequence]:
         return (sequence for rows in self._rows for sequence in rows if sequence is not None)
@@ -274,9 +287,17 @@ class Scheduler:
 
     def _end(self, sequence: _Sequence) -> None:
         """Free a sequence's row."""
+        self._keep(sequence)
         self._rows[sequence.rank][sequence.start.row] = None
         if sequence in self._filling[sequence.rank]:
             self._filling[sequence.rank].remove(sequence)
+
+    def _keep(self, sequence: _Sequence) -> None:
+        """Have the prefix cache take a sequence whose logits were finite. Its last token has not been computed yet."""
+        if sequence.made and self._limits.prefix_blocks:
+            rank, row = sequence.rank, sequence.start.row
+            new = self._prefixes[rank].add((*sequence.start.prompt, *sequence.made[:-1]))
+            self._saves[rank] |= {place: (row, index) for index, place in new}
 
     def next_plan(self) -> RowsPlan | None:
         """What the ranks do next; None if nothing is left to plan. For each plan comes a `take`, in order."""
@@ -286,6 +307,10 @@ class Scheduler:
         self._prefills = any(each.chunks for each in chunks)
         if not self._prefills and not decoding:
             return None
+        saves: tuple[tuple[tuple[int, int, int], ...], ...] = ()
+        if any(self._saves):
+            saves = tuple(tuple((*block, place) for place, block in each.items()) for each in self._saves)
+            self._saves = [{} for _ in self._rows]
         ended = tuple(tuple(sorted(rows)) for rows in self._ended)
         self._ended = [set() for _ in self._ended]
         if self._prefills:
@@ -293,11 +318,11 @@ class Scheduler:
                 [(seq, place, 0 if seq.to_fill else 1) for each in chunks for place, (seq, _) in enumerate(each.chunks)]
             )
             sizes = tuple(tuple((seq.start.row, size) for seq, size in each.chunks) for each in chunks)
-            return RowsPlan(ended=ended, starts=tuple(map(tuple, starts)), chunks=sizes)
+            return RowsPlan(saves=saves, ended=ended, starts=tuple(map(tuple, starts)), chunks=sizes)
         passes = min(self._limits.passes_per_plan, max(sequence.left for sequence in decoding))
         shapes = tuple(self._shape(rows, passes) for rows in self._rows)
         self._plan([(sequence, sequence.start.row, min(passes, sequence.left)) for sequence in decoding])
-        return RowsPlan(ended=ended, starts=((),) * len(starts), passes=passes, shapes=shapes)
+        return RowsPlan(saves=saves, ended=ended, starts=((),) * len(starts), passes=passes, shapes=shapes)
 
     def _plan(self, planned: list[tuple[_Sequence, int, int]]) -> None:
         self._planned.append(planned)
@@ -345,17 +370,19 @@ class Scheduler:
         """Give rows to generations from the head of the queue, as many as one prefill of each rank takes."""
         while self._waiting:
             ticket, (generation, since) = next(iter(self._waiting.items()))
-            rank = self._place(generation, prefills)
-            if rank is None:
+            found = self._place(generation, prefills)
+            if found is None:
                 break
+            rank, prefix = found
             assert generation.max_new_tokens is not None
             start = RowStart(
                 row=self._rows[rank].index(None),
                 prompt=generation.prompt,
                 max_new_tokens=generation.max_new_tokens,
                 sampling=generation.sampling,
+                prefix=prefix,
             )
-            sequence = _Sequence(ticket=ticket, rank=rank, start=start)
+            sequence = _Sequence(ticket=ticket, rank=rank, start=start, num_filled=len(prefix) * BLOCK)
             self._rows[rank][start.row] = sequence
             prefills[rank].add(sequence)
             if sequence.to_fill:
@@ -364,13 +391,23 @@ class Scheduler:
             del self._waiting[ticket]
             self.waits.append(time.monotonic() - since)
 
-    def _place(self, generation: Generation, prefills: Sequence[_Prefill]) -> int | None:
-        """The rank for a generation; None if no rank can take it now."""
-        num_running = [sum(row is not None for row in rows) for rows in self._rows]
-        for rank in sorted(range(self._limits.num_ranks), key=num_running.__getitem__):
-            if None in self._rows[rank] and prefills[rank].takes(generation.sampling, len(generation.prompt)):
-                return rank
+    def _place(self, generation: Generation, prefills: Sequence[_Prefill]) -> tuple[int, tuple[int, ...]] | None:
+        """The rank for a generation, and the blocks of its prompt there; None if no rank can take it now."""
+        free = [rank for rank, rows in enumerate(self._rows) if None in rows]
+        prefixes = {rank: self._prefix(rank, generation) for rank in free}
+        num_running = {rank: sum(row is not None for row in self._rows[rank]) for rank in free}
+        for rank in sorted(free, key=lambda rank: (num_running[rank], -len(prefixes[rank]))):
+            left = len(generation.prompt) - len(prefixes[rank]) * BLOCK
+            if prefills[rank].takes(generation.sampling, left):
+                return rank, prefixes[rank]
         return None
+
+    def _prefix(self, rank: int, generation: Generation) -> tuple[int, ...]:
+        """The blocks of a prompt that a rank has. Its last token is computed in any case, and so are all whose
+        log-probabilities are asked for."""
+        if generation.sampling.prompt_logprobs is not None:
+            return ()
+        return tuple(self._prefixes[rank].find(generation.prompt[:-1]))
 
     def take(self, made: Sequence[RowsMade]) -> list[tuple[int, Progress]]:
         """What the oldest plan in progress has made, by rank; returns (ticket, progress) pairs."""
@@ -382,24 +419,29 @@ class Scheduler:
                 continue  # it has ended meanwhile
             new = tuple(step[column] for step in made[rank].tokens if step[column] != NONE)
             if BROKEN in new:
+                sequence.made.clear()  # nothing of it is kept
                 self._end(sequence)
                 found.append((sequence.ticket, Progress(error=NotFiniteError(not_finite()))))
                 continue
-            sequence.num_made += len(new)
+            first = bool(new) and not sequence.made
+            sequence.made += new
             why = made[rank].ended.get(column)
             if why:
                 self._end(sequence)
                 found.append((sequence.ticket, Progress(error=GrammarError(f"the grammar cannot be followed: {why}"))))
                 continue
             ends = why is not None or (bool(new) and new[-1] in self._ends(sequence))
-            is_whole = sequence.num_made == sequence.start.max_new_tokens
+            is_whole = len(sequence.made) == sequence.start.max_new_tokens
             finish = STOP if ends else LENGTH if is_whole else ""
             if finish:
                 self._end(sequence)
+            elif first:
+                self._keep(sequence)
             logprobs = tuple(made[rank].logprobs.get(column, ())[: len(new)])
             prompt = tuple(made[rank].prompts.get(column, ()))
             if new or prompt:
-                progress = Progress(tokens=new, logprobs=logprobs, prompt_logprobs=prompt, finish=finish)
+                cached = len(sequence.start.prefix) * BLOCK
+                progress = Progress(tokens=new, logprobs=logprobs, prompt_logprobs=prompt, cached=cached, finish=finish)
                 found.append((sequence.ticket, progress))
         return found
 

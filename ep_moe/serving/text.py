@@ -23,6 +23,7 @@ class Piece:
         num_tokens: of the sequence so far. finish: "" while it goes on; else STOP or LENGTH.
         logprobs: (token, its log-probability) of the tokens since the last piece; prompt_logprobs: of the prompt's
             tokens but the first, in the first piece; both empty if not asked for.
+        cached: tokens of the prompt that came from the prefix cache.
     """
 
     text: str
@@ -30,6 +31,7 @@ class Piece:
     finish: str = ""
     logprobs: tuple[tuple[int, Logprob], ...] = ()
     prompt_logprobs: tuple[Logprob, ...] = ()
+    cached: int = 0
 
 
 class TextStream:
@@ -167,7 +169,7 @@ async def stream_texts(
             prompts[index] += progress.prompt_logprobs
             if piece.text or piece.finish:
                 new = tuple(waiting[index][: piece.num_tokens - counts[index]])
-                piece = dataclasses.replace(piece, logprobs=new, prompt_logprobs=prompts[index])
+                piece = dataclasses.replace(piece, logprobs=new, prompt_logprobs=prompts[index], cached=progress.cached)
                 counts[index], prompts[index] = piece.num_tokens, ()
                 del waiting[index][: len(new)]
                 yield index, piece

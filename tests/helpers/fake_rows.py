@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ep_moe.engines.transformers.decoding.fixed_cache import BLOCK
 from ep_moe.engines.transformers.decoding.passes import Logprob, RowsMade, RowsPlan, RowStart, Sampling
 from ep_moe.engines.transformers.decoding.sequences import BROKEN, NONE
 from ep_moe.group import EPGroup
@@ -71,6 +72,7 @@ class FakeRows:
         self._starts: dict[int, RowStart] = {}
         self._cells = [[NONE] * (2 * limits.num_positions) for _ in range(limits.num_rows)]
         self._positions = [0] * limits.num_rows  # at which decode passes store, live or not
+        self._places = [[NONE] * BLOCK for _ in range(limits.prefix_blocks)]
 
     def run(self, plan: RowsPlan) -> RowsMade:
         """See `RowDecoder.run`."""
@@ -78,11 +80,16 @@ class FakeRows:
         return dataclasses.replace(made, load=[[self._rank + 1, 2, 3], [4, 5, 6]]) if plan.load else made
 
     def _run(self, plan: RowsPlan) -> RowsMade:
+        for row, index, place in plan.saves[self._rank] if plan.saves else ():
+            self._places[place] = self._cells[row][index * BLOCK : (index + 1) * BLOCK]
         for row in plan.ended[self._rank]:
             self._live.pop(row, None)
         for start in plan.starts[self._rank]:
             assert start.row not in self._live
-            self._starts[start.row], self._positions[start.row] = start, 0
+            found = [token for place in start.prefix for token in self._places[place]]
+            assert len(found) < len(start.prompt)
+            self._cells[start.row][: len(found)] = found
+            self._starts[start.row], self._positions[start.row] = start, len(found)
         if any(plan.chunks):
             return self._prefill(plan.chunks[self._rank])
         shape = plan.shapes[self._rank]

@@ -47,14 +47,17 @@ from ep_moe.serving.core import Leader, LeadRank, RemoteRanks, ServerEndedError,
 from ep_moe.serving.http import create_app, run_beside
 from ep_moe.serving.job import Service
 from ep_moe.serving.metrics import Metrics
-from ep_moe.serving.protocol import NEUTRAL, UNUSED, ChatRequest, CompletionRequest
+from ep_moe.serving.protocol import NEUTRAL, UNUSED, ChatRequest, CompletionRequest, usage
 from ep_moe.serving.scheduler import BadRequestError, Generation, Progress, QueueFullError, Scheduler
 from ep_moe.serving.text import TextStream
 
 
-def test_everyone_gets_all_tokens_whatever_comes_and_goes() -> None:
-    chance = random.Random(5)
-    scheduler, ranks = Scheduler(LIMITS), [FakeRows(LIMITS, rank) for rank in range(LIMITS.num_ranks)]
+@pytest.mark.parametrize("prefix_blocks", [0, 7, 60])
+def test_everyone_gets_all_tokens_whatever_comes_and_goes(prefix_blocks: int) -> None:
+    """With a prefix cache that is smaller than what runs, and with a larger one: the rows check what they copy."""
+    chance, limits = random.Random(5), dataclasses.replace(LIMITS, prefix_blocks=prefix_blocks)
+    scheduler, ranks = Scheduler(limits), [FakeRows(limits, rank) for rank in range(limits.num_ranks)]
+    cached = 0
     asked: dict[int, Generation] = {}
     made: dict[int, list[int]] = {}
     finished: dict[int, str] = {}
@@ -64,6 +67,8 @@ def test_everyone_gets_all_tokens_whatever_comes_and_goes() -> None:
     while idle < 20:
         for _ in range(chance.choice((0, 0, 1, 6)) if len(asked) < 300 else 0):
             prompt = tuple(chance.randrange(1, 256) for _ in range(chance.choice((1, 3, 8, 23, 24, 25, 71, 95))))
+            begun = [*made[before], 7][:95] if (before := chance.choice([*asked, None])) is not None else []
+            prompt = chance.choice((prompt, (*asked[before].prompt, *begun, *prompt)[:95] if begun else prompt))
             generation = Generation(prompt=prompt, max_new_tokens=chance.randint(1, 96 - len(prompt)))
             ticket = scheduler.submit(generation)
             asked[ticket], made[ticket] = generation, []
@@ -82,6 +87,7 @@ def test_everyone_gets_all_tokens_whatever_comes_and_goes() -> None:
         plan = plans.popleft()
         for ticket, progress in scheduler.take([rank.run(plan) for rank in ranks]):
             assert ticket not in cancelled
+            cached += progress.cached if not made[ticket] else 0
             made[ticket] += progress.tokens
             if progress.finish:
                 finished[ticket] = progress.finish
@@ -93,6 +99,8 @@ def test_everyone_gets_all_tokens_whatever_comes_and_goes() -> None:
         assert made[ticket] == continuation(asked[ticket])
         assert finish == ("stop" if made[ticket][-1] == 0 else "length")
     assert scheduler.num_running == scheduler.num_waiting == 0
+    assert (cached > 100) == (prefix_blocks > 0)
+    assert all(scheduler.prefix_tokens(rank) == 16 * prefix_blocks for rank in range(limits.num_ranks))
 
 
 def test_generations_start_in_order_on_the_rank_with_the_fewest() -> None:
@@ -117,6 +125,26 @@ def test_generations_start_in_order_on_the_rank_with_the_fewest() -> None:
     assert passes is not None
     assert (passes.passes, any(passes.starts)) == (4, False)  # those who run get tokens before others start
     assert passes.shapes == (pass_shape(1, 64, False), pass_shape(2, 64, False), pass_shape(2, 64, False))
+
+
+def test_a_prompt_goes_to_the_rank_that_has_its_prefix_unless_that_is_fuller() -> None:
+    limits = dataclasses.replace(LIMITS, num_ranks=2, prefix_blocks=9)
+    scheduler, ranks = Scheduler(limits), [FakeRows(limits, rank) for rank in range(2)]
+
+    def place(*tokens: int) -> list[list[tuple[int, int]]]:
+        """Chunks of the next plan, after sequences of one new token."""
+        for token in tokens:
+            scheduler.submit(Generation(prompt=(token,) * 20, max_new_tokens=1))
+        plan = scheduler.next_plan()
+        assert plan is not None
+        scheduler.take([rank.run(plan) for rank in ranks])
+        return [list(chunks) for chunks in plan.chunks]
+
+    assert place(5, 6) == [[(0, 20)], [(0, 20)]]
+    assert place(6) == [[], [(0, 4)]]
+    assert place(5) == [[(0, 4)], []]
+    assert place(6, 6) == [[(0, 20)], [(0, 4)]]
+    assert place(6, 6) == [[(0, 4)], [(0, 4)]]
 
 
 def test_streams_wait_for_one_chunk_of_a_long_prompt_at_most() -> None:
@@ -334,21 +362,25 @@ def test_rows_say_the_same_as_sequences_alone(name: str) -> None:
         assert made[index][: len(tokens)] == tokens, index
 
 
-@pytest.mark.parametrize("name", ["gpt_oss_windows"])
+@pytest.mark.parametrize("name", ["gpt_oss_windows", "qwen3_moe"])
 def test_prompts_of_all_lengths_that_come_and_go_are_those_of_transformers(name: str) -> None:
-    """64 prompts in chunks of up to 40 tokens, cancelled at random; log-probabilities are those of the whole model."""
+    """64 prompts in chunks of up to 40 tokens, half of which continue others, cancelled at random, with a prefix cache
+    of fewer blocks unless windows forget them; log-probabilities are those of the whole model."""
     chance, model = random.Random(3), sharded_model(name)
     limits = dataclasses.replace(
         LIMITS, num_ranks=1, num_rows=8, max_prefill_tokens=40, passes_per_plan=2, vocab_size=60, end_ids=()
     )
-    scheduler = Scheduler(limits)
-    rows = RowDecoder(model, num_rows=limits.num_rows, num_positions=96, end_ids=(), graphs=False)
+    rows = RowDecoder(model, num_rows=limits.num_rows, num_positions=96, end_ids=(), graphs=False, prefix_rows=3)
+    assert rows.prefix_blocks == (0 if "windows" in name else 24)
+    scheduler = Scheduler(dataclasses.replace(limits, prefix_blocks=rows.prefix_blocks))
     asked: dict[int, Generation] = {}
     found: dict[int, list[Progress]] = {}
     cancelled = set()
     while len(asked) < 64 or scheduler.num_running or scheduler.num_waiting:
         for _ in range(chance.choice((0, 1, 3)) if len(asked) < 64 else 0):
             prompt = tuple(chance.randrange(60) for _ in range(chance.randint(1, 95)))
+            if asked and chance.random() < 0.5:
+                prompt = (*chance.choice(list(asked.values())[:6]).prompt, *prompt)[: chance.randint(1, 95)]
             sampling = Sampling(logprobs=0, prompt_logprobs=chance.choice((None, 0)))
             generation = Generation(prompt=prompt, max_new_tokens=min(4, 96 - len(prompt)), sampling=sampling)
             ticket = scheduler.submit(generation)
@@ -361,6 +393,8 @@ def test_prompts_of_all_lengths_that_come_and_go_are_those_of_transformers(name:
         for ticket, progress in scheduler.take([rows.run(plan)]) if plan else ():
             found[ticket].append(progress)
     assert 5 < len(cancelled) < 40
+    cached = sum(each.cached for progress in found.values() for each in progress[:1])
+    assert (cached > 200) == ("windows" not in name)
     for half in (range(32), range(32, 64)):
         longest, prompts = 96, [asked[ticket].prompt for ticket in half]
         padded = torch.tensor([(0,) * (longest - len(prompt)) + prompt for prompt in prompts])
@@ -712,7 +746,7 @@ def test_logprobs_echo_and_several_choices(tokenizer: Any) -> None:
 
     with served(tokenizer) as (client, _):
         answer = client.post("/v1/completions", json=body | {"prompt_logprobs": 1}).json()
-        assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 10, "total_tokens": 12}
+        assert answer["usage"] == usage(2, 10, 0)
         for index, choice in enumerate(answer["choices"]):
             assert (choice["index"], choice["text"][:2]) == (index, "ab")
             found, texts = choice["logprobs"], [text(token) for token in [*b"ab", *made]]
@@ -855,7 +889,8 @@ def test_answers_usage_streams_and_metrics(tokenizer: Any) -> None:
         whole = client.post("/v1/completions", json=body).json()
         assert [choice["text"] for choice in whole["choices"]] == texts
         new = sum(map(len, made))
-        assert whole["usage"] == {"prompt_tokens": 5, "completion_tokens": new, "total_tokens": 5 + new}
+        counts = {"prompt_tokens": 5, "completion_tokens": new, "total_tokens": 5 + new}
+        assert whole["usage"] == counts | {"prompt_tokens_details": {"cached_tokens": 0}}
         streamed = client.post(
             "/v1/completions", json=body | {"stream": True, "stream_options": {"include_usage": True}}
         )
@@ -877,6 +912,20 @@ def test_answers_usage_streams_and_metrics(tokenizer: Any) -> None:
             time.sleep(0.01)
         for answer in (client.get("/health"), client.post("/v1/completions", json=body)):
             assert (answer.status_code, answer.json()["error"]["message"]) == (503, "the server is closed")
+
+
+def test_usage_and_metrics_count_what_came_from_the_prefix_cache(tokenizer: Any) -> None:
+    prompt, ask = "ab" * 20, {"max_tokens": 5, "temperature": 0, "ignore_eos": True}
+    with served(tokenizer, prefix_blocks=6) as (client, _):
+        first, again = (client.post("/v1/completions", json={"prompt": prompt} | ask).json() for _ in range(2))
+        assert first["choices"][0]["text"] == again["choices"][0]["text"]
+        twice = client.post("/v1/completions", json={"prompt": [prompt + "x", "y"], "n": 2} | ask).json()
+        whole = client.post("/v1/completions", json={"prompt": prompt, "prompt_logprobs": 0} | ask).json()
+        found = [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in (first, again, twice, whole)]
+        assert found == [0, 32, 32, 0]
+        text = client.get("/metrics").text
+    assert "ep_moe_cached_prompt_tokens_total 64.0" in text
+    assert 'ep_moe_rank_prefix_tokens{rank="0"} 32.0' in text
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from ep_moe.engines.transformers.architectures import num_topk_of
 from ep_moe.engines.transformers.decoding.adjust import MOST_PROMPT_LOGITS, prompt_logprobs
 from ep_moe.engines.transformers.decoding.attention import grouped_attention
 from ep_moe.engines.transformers.decoding.finite import check_finite, first_not_finite
-from ep_moe.engines.transformers.decoding.fixed_cache import FixedCache, windows_of
+from ep_moe.engines.transformers.decoding.fixed_cache import BLOCK, FixedCache, windows_of
 from ep_moe.engines.transformers.decoding.grammars import RowGrammars
 from ep_moe.engines.transformers.decoding.options import GenerationOptions, check_prompts
 from ep_moe.engines.transformers.decoding.passes import (
@@ -304,6 +304,29 @@ class Decoder:
         self._choose_first(chunks, output.logits[:, -1])
         return output.logits if whole else None
 
+    def load_prefixes(self, starts: Sequence[RowStart]) -> None:
+        """Copy the blocks of the prefix cache that prompts begin with into their rows. Local, no host sync."""
+        starts = [start for start in starts if start.prefix]
+        self._cache.clear([start.row for start in starts])
+        pairs = [(index, place, start.row) for start in starts for index, place in enumerate(start.prefix)]
+        self._copy([self._store + place for _, place, _ in pairs], [self._block(row, index) for index, _, row in pairs])
+
+    def save_prefixes(self, saves: Sequence[tuple[int, int, int]]) -> None:
+        """Copy blocks of rows to the prefix cache, as of `RowsPlan.saves`. Local, no host sync."""
+        self._copy([self._block(row, index) for row, index, _ in saves], [self._store + place for _, _, place in saves])
+
+    def _block(self, row: int, index: int) -> int:
+        return row * (self._cache.capacity // BLOCK) + index
+
+    @property
+    def _store(self) -> int:
+        """The first block of the rows behind those of the passes."""
+        return self._block(self.sequences.rows, 0)
+
+    def _copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        if sources:
+            self._cache.copy_blocks(sources, targets, self._session.group.device)
+
     def _choose_first(self, chunks: Sequence[Chunk], logits: torch.Tensor) -> None:
         """Begin the sequences whose prompts are complete, with their first tokens, and keep the other rows apart.
 
@@ -449,6 +472,11 @@ class RowDecoder:
         end_ids: tokens that end a sequence; the end token is the last one of its row.
         graphs: replay decode passes as CUDA graphs, captured at their first use.
         grammars: for sequences with a grammar.
+        prefix_rows: rows whose memory keeps blocks of prefixes; without effect if a layer has a window smaller than
+            num_positions, rounded up to a power of two, which forgets them.
+
+    Attributes:
+        prefix_blocks: blocks of `BLOCK` tokens that the prefix cache holds, 0 for none.
     It takes the place of the model's decoder, whose memory is freed: a `RowDecoder` before it ends.
     Errors: ValueError for too many end_ids; RuntimeError for a model that computes NaN; those of a lack of memory, at
     once. Collective.
@@ -463,6 +491,7 @@ class RowDecoder:
         end_ids: tuple[int, ...],
         graphs: bool,
         grammars: RowGrammars | None = None,
+        prefix_rows: int = 0,
     ) -> None:
         GenerationOptions(max_new_tokens=1, end_ids=end_ids)  # checks them
         session: Session = model.ep_moe
@@ -473,7 +502,11 @@ class RowDecoder:
         self._captured: set[tuple[int, Shape]] = set()  # (rank, shape), equal on all ranks
         self._prompts: dict[int, Chunk] = {}  # row -> the last chunk of a prompt that is not complete
         self._wanted: dict[int, int] = {}  # row -> likeliest tokens with each log-probability
-        self._decoder.prepare(num_rows, num_positions, sampled=True)
+        capacity = pass_shape(num_rows, num_positions, sampled=True).capacity
+        if any(window is not None and window < capacity for window in windows_of(model.config)):
+            prefix_rows = 0
+        self.prefix_blocks = prefix_rows * capacity // BLOCK
+        self._decoder.prepare(num_rows, num_positions, sampled=True, more_rows=prefix_rows)
         self._decoder.make_transport(model, num_rows)
         self._decoder.sequences.end_all(end_ids)
         self._decoder.sequences.grammars = grammars
@@ -497,13 +530,17 @@ class RowDecoder:
     def _run(self, plan: RowsPlan) -> RowsMade:
         rank, decoder, model = self._session.group.rank, self._decoder, self._model
         live = decoder.sequences.live
+        if plan.saves:
+            decoder.save_prefixes(plan.saves[rank])
         if plan.ended[rank]:
             live[torch.tensor(plan.ended[rank], device=live.device)] = False
             if decoder.sequences.grammars is not None:
                 decoder.sequences.grammars.drop(plan.ended[rank])
         for start in plan.starts[rank]:
-            self._prompts[start.row] = Chunk(start, 0, 0)
+            first = len(start.prefix) * BLOCK
+            self._prompts[start.row] = Chunk(start, first, first)
             self._wanted.pop(start.row, None)
+        decoder.load_prefixes(plan.starts[rank])
         if any(plan.chunks):
             return self._prefill(plan.chunks[rank])
         if not plan.passes:

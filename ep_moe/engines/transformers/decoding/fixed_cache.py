@@ -14,6 +14,7 @@ from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+BLOCK = 16  # positions whose keys and values are copied together; divides every capacity
 _NOWHERE = 2**40  # the position of a key that no token attends to
 
 
@@ -129,6 +130,20 @@ class FixedCache(Cache):
         spans = [slice(None)] if rows is None else [slice(row, row + 1) for row in rows]
         if tensors := [tensor[span] for tensor in self._tensors() for span in spans]:
             torch._foreach_zero_(tensors)
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int], device: torch.device) -> None:
+        """Copy the keys and values of BLOCK positions each, in all layers, none of which has a smaller window.
+
+        Args:
+            sources, targets: block i of row r is r * C / BLOCK + i; no target is a source.
+        Local, no host sync.
+        """
+        index = torch.tensor([sources, targets], device="cpu").to(device, non_blocking=True)
+        per_row = self.capacity // BLOCK
+        rows, places = index // per_row, index % per_row
+        for tensor in self._tensors():
+            blocks = tensor.unflatten(2, (per_row, BLOCK))
+            blocks[rows[1], :, places[1]] = blocks[rows[0], :, places[0]]
 
     def begin_prefill(
         self, rows: Sequence[int], firsts: Sequence[int], ends: Sequence[int], capacity: int, device: torch.device

@@ -88,12 +88,14 @@ class RowStart:
 
     Args:
         row: its index, in which no sequence runs. prompt: token ids, one or more. max_new_tokens: 1 or more.
+        prefix: places in the prefix cache of the blocks that the prompt begins with, not all of it.
     """
 
     row: int
     prompt: tuple[int, ...]
     max_new_tokens: int
     sampling: Sampling = Sampling()
+    prefix: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,7 +136,9 @@ class RowsPlan:
     """A prefill, or a few decode passes; each field but `passes` and `load` has an entry for each rank.
 
     Args:
-        ended: rows that end before anything else because their client has left.
+        saves: (row, index, place): block `index` of a row is copied to a place of the prefix cache, before anything
+            else; () for none on any rank.
+        ended: rows that end before a pass because their client has left.
         starts: sequences that get a row; their first chunks are in the same plan.
         chunks: (row, number of tokens) of the prompts that are prefilled further, in one pass: at most
             max_tokens_per_rank tokens, each row padded to the most. The last chunk of a prompt makes a token.
@@ -143,6 +147,7 @@ class RowsPlan:
         load: the ranks also report the load of their experts.
     """
 
+    saves: tuple[tuple[tuple[int, int, int], ...], ...] = ()
     ended: tuple[tuple[int, ...], ...]
     starts: tuple[tuple[RowStart, ...], ...]
     chunks: tuple[tuple[tuple[int, int], ...], ...] = ()
