@@ -334,9 +334,7 @@ class EngineConfig:
     placement: Annotated[
         str, Field(help="Which rank owns which expert: linear, round_robin, or a file of `ep-moe balance plan`")
     ] = "linear"
-    redundant_experts: Annotated[
-        int, Field(help="Copies of experts beside them, in each MoE layer, on all ranks together", at_least=0)
-    ] = 0
+    redundant_experts: Annotated[int, Field(help="Copies of experts in each layer, on all ranks", at_least=0)] = 0
     layout: Annotated[Layout, Field(help="Layout of the expert batch: batched, compact, flat")] = Layout.COMPACT
     max_tokens_per_rank: Annotated[int, Field(help="Most tokens of one rank in a forward pass", at_least=1)] = 2048
     timeout_secs: Annotated[float, Field(help="How long a rank waits for another before naming it lost")] = 60.0

@@ -9,6 +9,7 @@ import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from ep_moe.app.chat import changed_options
 from ep_moe.app.generate import GenerateConfig, generate
 from ep_moe.config import EngineConfig, from_mapping
 from ep_moe.environment import client_key
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from ep_moe.balance import RecordedLoad
 
 ANSWER_SECS = 30.0
+NEW_TOKENS, RECORD_SECS = 128, 60.0  # by default
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,14 +33,18 @@ class RecordConfig:
 
     out: Annotated[Path, Field(help="File to write")]
     prompts: Annotated[Path | None, Field(help="A text file; each of its lines is a prompt")] = None
-    max_new_tokens: Annotated[int, Field(help="New tokens per prompt", at_least=1)] = 128
+    max_new_tokens: Annotated[int | None, Field(help="New tokens per prompt, by default 128", at_least=1)] = None
     url: Annotated[str, Field(help="A running server to record instead, such as http://127.0.0.1:8000")] = ""
-    secs: Annotated[float, Field(help="How long to record a server", positive=True)] = 60.0
+    secs: Annotated[float | None, Field(help="How long to record a server, by default 60", positive=True)] = None
 
     def __post_init__(self) -> None:
         check_fields(self)
         if (self.prompts is None) != bool(self.url):
             raise ValueError("either prompts, a file, or the url of a server is needed")
+        if self.prompts is not None and self.secs is not None:
+            raise ValueError(f"secs ({self.secs}) is of a server, and prompts are recorded")
+        if self.url and self.max_new_tokens is not None:
+            raise ValueError(f"max_new_tokens ({self.max_new_tokens}) is of prompts, and a server is recorded")
         if self.url and not re.match(r"https?://", self.url):
             raise ValueError(f"url ({self.url!r}) does not begin with http:// or https://")
 
@@ -50,9 +56,7 @@ class BalancePlanConfig:
     load: Annotated[Path, Field(help="A file of `ep-moe balance record`")]
     out: Annotated[Path | None, Field(help="File to write the placements to; without one they are only judged")] = None
     ranks: Annotated[int, Field(help="Number of ranks", at_least=1)] = 4
-    redundant_experts: Annotated[
-        int, Field(help="Copies of experts, in each layer, on all ranks together", at_least=0)
-    ] = 0
+    redundant_experts: Annotated[int, Field(help="Copies of experts in each layer, on all ranks", at_least=0)] = 0
     ranks_per_node: Annotated[int | None, Field(help="Neighboring ranks of a node; by default all", at_least=1)] = None
     groups: Annotated[
         int, Field(help="Groups of experts that routing is limited to, each of which stays on a node", at_least=1)
@@ -75,9 +79,14 @@ def record(engine: EngineConfig, config: RecordConfig) -> dict[str, Any]:
 
     check_writable(config.out, "out")
     if config.url:
+        changed = changed_options(engine)
+        if changed:
+            raise ValueError(f"url ({config.url!r}) is a running server, which has its own {changed[0]}")
         found = _of_server(config)
     else:
-        report = generate(engine, GenerateConfig(prompts=_lines(config), max_new_tokens=config.max_new_tokens))
+        report = generate(
+            engine, GenerateConfig(prompts=_lines(config), max_new_tokens=config.max_new_tokens or NEW_TOKENS)
+        )
         found = RecordedLoad(
             model=from_mapping(ModelSizes, report["sizes"], "sizes"), load=tuple(map(tuple, report["expert_load"]))
         )
@@ -108,7 +117,7 @@ def _of_server(config: RecordConfig) -> "RecordedLoad":
     from ep_moe.balance import ModelSizes, RecordedLoad
 
     first = _ask(config.url)
-    time.sleep(config.secs)
+    time.sleep(config.secs or RECORD_SECS)
     last = _ask(config.url)
     if last.get("sizes") is None:
         raise RuntimeError(f"{config.url} does not tell the sizes of its model")

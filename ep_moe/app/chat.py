@@ -45,7 +45,7 @@ def chat(engine: EngineConfig, config: ChatConfig) -> dict[str, Any]:
 
     Errors: ValueError for an engine's option beside a url; RuntimeError for a server that refuses or is not there.
     """
-    changed = _options(engine)
+    changed = changed_options(engine)
     if config.url and changed:
         raise ValueError(f"url ({config.url!r}) is a running server, which has its own {changed[0]}")
     with contextlib.nullcontext(config.url) if config.url else _server(changed) as url:
@@ -54,7 +54,7 @@ def chat(engine: EngineConfig, config: ChatConfig) -> dict[str, Any]:
     return {}
 
 
-def _options(engine: EngineConfig) -> list[str]:
+def changed_options(engine: EngineConfig) -> list[str]:
     """The options of `ep-moe serve` that make this config."""
     found, usual = [], EngineConfig(log_level=engine.log_level)
     for name, (_, field) in described(EngineConfig).items():

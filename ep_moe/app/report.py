@@ -73,7 +73,8 @@ def show_balance_plan(report: dict[str, Any]) -> None:
     table.add_row("all", f"{report['balancedness_before']:.3f}", f"{report['balancedness']:.3f}")
     console.print(table)
     sizes = f"{report['redundant_experts']} copies on {report['ranks']} ranks"
-    console.print(Text(f"of the mean rank's load to the fullest one's; {sizes}, {report['moves']} experts move"))
+    console.print(Text("balancedness is the mean rank's load over the fullest one's"))
+    console.print(Text(f"{sizes}; {report['moves']} experts move from their places before"))
     if report["out"]:
         console.print(Text(f"written to {report['out']}"))
     if report["plot"]:

@@ -24,6 +24,7 @@ from typer.testing import CliRunner, Result
 from ep_moe import cli, logs, names
 from ep_moe.app import run as job
 from ep_moe.app import run_rank
+from ep_moe.app.balance import RecordConfig
 from ep_moe.app.chat import ChatConfig
 from ep_moe.app.eval import EvalConfig
 from ep_moe.app.generate import GenerateConfig
@@ -232,6 +233,8 @@ CONFIGS = {
     "chat": (ChatConfig, EngineConfig),
     "quantize": (),
     "plan": (),
+    "balance record": (RecordConfig, EngineConfig),
+    "balance plan": (),
     "formats": (),
     "doctor": (),
     "bench layer": (LayerBenchConfig, RowsFile, EngineConfig),

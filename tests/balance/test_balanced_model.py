@@ -114,6 +114,10 @@ def test_bad_recordings(tmp_path: Path) -> None:
         RecordConfig(out=tmp_path / "load.json")
     with pytest.raises(RuntimeError, match="http://127.0.0.1:9/load does not answer"):
         record(EngineConfig(), RecordConfig(out=tmp_path / "load.json", url="http://127.0.0.1:9", secs=0.01))
+    with pytest.raises(ValueError, match="is a running server, which has its own --nproc"):
+        record(EngineConfig(nproc=2), RecordConfig(out=tmp_path / "load.json", url="http://127.0.0.1:9"))
+    with pytest.raises(ValueError, match=r"max_new_tokens \(3\) is of prompts"):
+        RecordConfig(out=tmp_path / "load.json", url="http://127.0.0.1:9", max_new_tokens=3)
     (tmp_path / "empty").write_text("\n")
     with pytest.raises(ValueError, match="has no lines"):
         record(EngineConfig(), RecordConfig(out=tmp_path / "load.json", prompts=tmp_path / "empty"))
