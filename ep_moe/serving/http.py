@@ -257,7 +257,8 @@ def _add_generation(app: APIRouter, service: Service, bodies: _Bodies) -> None:
         try:
             job = await bodies.work(request, functools.partial(Job, service, kind, request.state.id))
             if job.has_grammar:
-                await asyncio.get_running_loop().run_in_executor(grammars, job.check_grammar)
+                loop = asyncio.get_running_loop()
+                await _unless_left(request, loop.run_in_executor(grammars, job.check_grammar))
             if not job.stream:
                 content = await _unless_left(request, job.whole())
                 service.metrics.count(kind.endpoint, 200)

@@ -332,13 +332,13 @@ class Scheduler:
     def _shape(self, rows: Sequence[_Sequence | None], passes: int) -> Shape:
         """Of decode passes for the rows whose prompts are complete. Others among them take part: a pass stores
         something at their next position."""
-        decoding = [sequence for sequence in rows if sequence is not None and not sequence.to_fill]
+        decoding = [each for each in rows if each is not None and not each.to_fill and each.left > 0]
         num_rows = max((sequence.start.row + 1 for sequence in decoding), default=0)
         taking_part = [sequence for sequence in rows[: bucket_of(num_rows)] if sequence is not None]
-        positions = max((sequence.length for sequence in taking_part), default=0) + passes
+        positions = max((each.length + min(passes, each.left) for each in taking_part), default=0)
         return pass_shape(
             num_rows,
-            min(positions, self._limits.num_positions),
+            positions,
             any(sequence.start.sampling.temperature > 0 for sequence in decoding),
             any(sequence.start.sampling.adjusted for sequence in decoding),
         )
@@ -426,13 +426,13 @@ class Scheduler:
             first = bool(new) and not sequence.made
             sequence.made += new
             why = made[rank].ended.get(column)
-            if why:
+            ends = why == "" or (bool(new) and new[-1] in self._ends(sequence))
+            is_whole = len(sequence.made) == sequence.start.max_new_tokens
+            finish = STOP if ends else LENGTH if is_whole else ""
+            if why and not finish:
                 self._end(sequence)
                 found.append((sequence.ticket, Progress(error=GrammarError(f"the grammar cannot be followed: {why}"))))
                 continue
-            ends = why is not None or (bool(new) and new[-1] in self._ends(sequence))
-            is_whole = len(sequence.made) == sequence.start.max_new_tokens
-            finish = STOP if ends else LENGTH if is_whole else ""
             if finish:
                 self._end(sequence)
             elif first:

@@ -143,6 +143,11 @@ def test_a_grammars_end_and_its_error_end_a_sequence() -> None:
     assert (found[0].finish, found[0].tokens, found[1].finish) == ("stop", (5,), "")
     assert isinstance(found[2].error, GrammarError)
     assert scheduler.num_running == 1
+    scheduler.cancel(1)
+    scheduler.submit(Generation(prompt=(1,), max_new_tokens=1, sampling=Sampling(grammar="start: /a/")))
+    scheduler.next_plan()
+    found = dict(scheduler.take([RowsMade(tokens=[[5]], ended={0: "no memory"})]))
+    assert found[3].finish == "length"  # all that was wanted is there
 
 
 def test_formats_are_one_of_all_that_clients_name() -> None:

@@ -103,6 +103,15 @@ def test_everyone_gets_all_tokens_whatever_comes_and_goes(prefix_blocks: int) ->
     assert all(scheduler.prefix_tokens(rank) == 16 * prefix_blocks for rank in range(limits.num_ranks))
 
 
+def test_rows_whose_tokens_are_all_planned_widen_no_shape() -> None:
+    scheduler = Scheduler(dataclasses.replace(LIMITS, num_ranks=1, num_positions=256, passes_per_plan=4))
+    for prompt, new in ((60, 4), (1, 9)):
+        scheduler.submit(Generation(prompt=(1,) * min(prompt, 24), max_new_tokens=new + 60 - min(prompt, 60)))
+    plans = [plan for _ in range(40) if (plan := scheduler.next_plan())]  # none of their tokens is there
+    assert max(shape.capacity for plan in plans for shape in plan.shapes) == 128
+    assert plans[-1].shapes[0].rows == 2
+
+
 def test_generations_start_in_order_on_the_rank_with_the_fewest() -> None:
     scheduler = Scheduler(LIMITS)
     for size in (20, 2, 2, 2, 2, 20, 2):

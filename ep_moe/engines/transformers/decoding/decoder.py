@@ -10,6 +10,7 @@ and a rank whose sequences have ended takes part with zero tokens.
 Letters: B rows of this rank, P prompt tokens, N new tokens, C capacity, M max_tokens_per_rank, R ranks, V vocabulary.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -293,16 +294,30 @@ class Decoder:
             mask = self._cache.masks(text, model.dtype)
         whole = any(chunk.start.sampling.prompt_logprobs is not None for chunk in chunks)
         keep: dict[str, Any] = {} if whole or not model._supports_logits_to_keep() else {"logits_to_keep": 1}
-        output = model(
-            input_ids=torch.tensor(padded, device="cpu").to(device, non_blocking=True),
-            attention_mask=mask,
-            position_ids=positions.clamp(min=0),
-            use_cache=True,
-            **{_cache_name(model.__class__): self._cache},
-            **keep,
-        )
+        with self._without_padding(sizes):
+            output = model(
+                input_ids=torch.tensor(padded, device="cpu").to(device, non_blocking=True),
+                attention_mask=mask,
+                position_ids=positions.clamp(min=0),
+                use_cache=True,
+                **{_cache_name(model.__class__): self._cache},
+                **keep,
+            )
         self._choose_first(chunks, output.logits[:, -1])
         return output.logits if whole else None
+
+    def _without_padding(self, sizes: Sequence[int]) -> contextlib.AbstractContextManager[None]:
+        """In the block, what stands left of rows of these sizes goes to no expert. Local."""
+        longest, device, layers = max(sizes), self._session.group.device, self._session.layers
+        if min(sizes) == longest:
+            return contextlib.nullcontext()
+        padding = longest - torch.tensor(sizes, device="cpu").to(device, non_blocking=True)[:, None]
+        live = (torch.arange(longest, device=device) >= padding).reshape(-1, 1)
+
+        def compute(index: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            return layers[index].forward_routed(x, torch.where(live, ids, NONE), weights.float())
+
+        return self._session.decoding(compute)
 
     def load_prefixes(self, starts: Sequence[RowStart]) -> None:
         """Copy the blocks of the prefix cache that prompts begin with into their rows. Local, no host sync."""
@@ -520,6 +535,7 @@ class RowDecoder:
         torch.empty(most, dtype=model.dtype, device=device)  # the allocator keeps it for the logits of prompts
         shapes = (pass_shape(1, 1, False),) * everywhere
         self.run(RowsPlan(ended=none, starts=none, passes=1, shapes=shapes))
+        session.reset_expert_load()  # of these passes
 
     def run(self, plan: RowsPlan) -> RowsMade:
         """Carry out this rank's part of a plan. Collective, host sync."""
@@ -543,13 +559,13 @@ class RowDecoder:
         decoder.load_prefixes(plan.starts[rank])
         if any(plan.chunks):
             return self._prefill(plan.chunks[rank])
-        if not plan.passes:
-            return RowsMade(tokens=[])
         wanted = set(enumerate(plan.shapes))
         if decoder.graphs and not wanted <= self._captured:
             decoder.capture_pass(model, plan.shapes[rank])
             self._captured |= wanted
         shape = plan.shapes[rank]
+        if decoder.sequences.grammars:
+            decoder.sequences.grammars.drop(range(shape.rows, self._num_rows))  # none of them is live
         if not decoder.sequences.grammars:
             return self._decode(plan.passes, shape)
         parts = [self._decode(1, shape) for _ in range(plan.passes)]  # a grammar follows a token before the next pass
