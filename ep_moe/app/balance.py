@@ -1,10 +1,10 @@
 """`ep-moe balance record` and `plan`: the load of experts into a file, and placements for it into another."""
 
 import dataclasses
+import http.client
 import json
 import re
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +13,7 @@ from ep_moe.app.chat import changed_options
 from ep_moe.app.generate import GenerateConfig, generate
 from ep_moe.config import EngineConfig, from_mapping
 from ep_moe.environment import client_key
-from ep_moe.fields import Field, check_fields
+from ep_moe.fields import Field, check_fields, shown
 from ep_moe.report.plots import DPI
 from ep_moe.report.records import check_writable
 
@@ -105,7 +105,7 @@ def record(engine: EngineConfig, config: RecordConfig) -> dict[str, Any]:
 def _lines(config: RecordConfig) -> tuple[str, ...]:
     assert config.prompts is not None
     try:
-        found = tuple(filter(None, _reading(Path.read_text, config.prompts).splitlines()))
+        found = tuple(filter(None, _reading(Path.read_text, config.prompts, "utf-8").splitlines()))
     except UnicodeDecodeError as error:
         raise ValueError(f"prompts ({str(config.prompts)!r}) are not UTF-8: {error}") from None
     if not found:
@@ -124,8 +124,11 @@ def _of_server(config: RecordConfig) -> "RecordedLoad":
     sizes = from_mapping(ModelSizes, last["sizes"], f"{config.url}/load: sizes")
     before = first["load"] or [[0] * sizes.num_experts for _ in range(sizes.num_layers)]
     after = last["load"] or before
-    load = tuple(tuple(b - a for a, b in zip(*pair, strict=True)) for pair in zip(before, after, strict=True))
-    return RecordedLoad(model=sizes, load=load)
+    try:
+        load = tuple(tuple(b - a for a, b in zip(*pair, strict=True)) for pair in zip(before, after, strict=True))
+        return RecordedLoad(model=sizes, load=load)
+    except (TypeError, ValueError) as error:
+        raise RuntimeError(f"{config.url} was started again meanwhile, or is no ep-moe server: {error}") from None
 
 
 def _ask(url: str) -> dict[str, Any]:
@@ -135,10 +138,12 @@ def _ask(url: str) -> dict[str, Any]:
     request = urllib.request.Request(address, headers={"authorization": f"Bearer {key}"} if key else {})  # noqa: S310
     try:
         with urllib.request.urlopen(request, timeout=ANSWER_SECS) as answer:  # noqa: S310
-            found: dict[str, Any] = json.load(answer)
-            return found
-    except (OSError, ValueError, urllib.error.URLError) as error:
+            found = json.load(answer)
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise RuntimeError(f"{address} does not answer: {error}") from None
+    if not isinstance(found, dict) or not isinstance(found.get("load"), list):
+        raise RuntimeError(f"{address} does not answer with a load: {shown(found)}")
+    return found
 
 
 def balance_plan(config: BalancePlanConfig) -> dict[str, Any]:

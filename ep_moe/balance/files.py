@@ -46,10 +46,11 @@ class RecordedLoad:
         if len(self.load) != self.model.num_layers:
             raise ValueError(f"load has {len(self.load)} layers, the model {self.model.num_layers}")
         for layer, counts in enumerate(self.load):
-            if len(counts) != self.model.num_experts or min(counts) < 0:
+            least, most = min(counts, default=0), max(counts, default=0)
+            if len(counts) != self.model.num_experts or least < 0 or most >= 2**63:
                 raise ValueError(
-                    f"load[{layer}] has {len(counts)} counts from {min(counts, default=0)} on; "
-                    f"{self.model.num_experts} from 0 on needed"
+                    f"load[{layer}] has {len(counts)} counts from {least} to {shown(most)}; "
+                    f"{self.model.num_experts} from 0 to 2^63 - 1 needed"
                 )
 
     def save(self, path: str | Path) -> None:

@@ -151,7 +151,7 @@ class Search:
             swaps, copies = self._best_swap(active), self._best_copy(active)
             before = self.most[active]
             swap_gain, copy_gain = before - swaps[0], before - copies[0]
-            copying = copy_gain > np.maximum(swap_gain / 2, 0)  # one move against two
+            copying = copy_gain > np.maximum(swap_gain / 2, least[active])  # one move against two
             going = np.where(copying, copy_gain, swap_gain) > least[active]
             for index in np.flatnonzero(going):
                 positions: tuple[int, ...]

@@ -272,6 +272,8 @@ class _Planner:
         if self._num_nodes > 1:
             size = num_ranks // self._num_nodes
             by_node = common.reshape(-1, self._num_nodes, size, self._num_nodes, size).sum((2, 4))
+            of_node = sizes.reshape(self._num_nodes, size)
+            by_node = np.where((of_node[:, None] == of_node).all(2), by_node, -1.0)  # only alike nodes change places
             same = _matching(by_node)[:, self._node_of, None] == self._node_of
             common = np.where(same, common, -1.0)
         common = np.where(sizes[:, None] == sizes, common, -2.0)
@@ -353,7 +355,7 @@ def _checked_load(load: Any) -> Floats:
     """The load in float64; a layer without any gets 1 everywhere."""
     try:
         loads = np.array(load.cpu().numpy() if hasattr(load, "cpu") else load, dtype=np.float64)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"load is no array of numbers: {error}") from None
     if loads.ndim != 2 or 0 in loads.shape:
         raise ValueError(f"load is {loads.shape}; [layers, num_experts] needed")
@@ -362,7 +364,11 @@ def _checked_load(load: Any) -> Floats:
         raise ValueError(
             f"load of expert {expert} in layer {layer} ({loads[layer, expert]}) must be a number from 0 on"
         )
-    loads[loads.sum(1) == 0] = 1.0
+    with np.errstate(over="ignore"):
+        totals = loads.sum(1)
+    if not np.isfinite(totals).all():
+        raise ValueError(f"load of layer {int(np.argmin(np.isfinite(totals)))} adds up to more than a float64 can be")
+    loads[totals == 0] = 1.0
     return loads
 
 

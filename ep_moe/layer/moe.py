@@ -123,6 +123,9 @@ class ExpertParallelMoE(Layer):
         }
         if self.routing_bias is not None:
             expected["shape of routing_bias"] = (tuple(self.routing_bias.shape), (config.num_experts,))
+        if isinstance(self.positions, PositionTable):
+            expected["rank of the table of positions"] = (self.positions.rank, rank)
+            expected["device of the table of positions"] = (self.positions.words.device, weights.w13.values.device)
         if weights.w13_input_scale is not None:
             expected["granularity of w13_input_scale"] = ("tensor", self.scheme.payload.granularity)
             expected["elements of w13_input_scale"] = (weights.w13_input_scale.numel(), 1)

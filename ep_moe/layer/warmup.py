@@ -82,18 +82,19 @@ def round_kinds(layer: Layer, num_topk: int, *, padded: bool, micro_batches: boo
 def compute_alone(layer: Layer, num_topk: int, sizes: Sequence[int]) -> None:
     """Route T tokens, and compute this rank's experts for T tokens of which none has an expert. Local."""
     config, positions = layer.config, layer.positions
+    nothing = torch.zeros(1, dtype=torch.int32, device=layer.transport.device)
+    limits = (None,) if counts_of(layer) is None else (None, nothing)
     for rows in sizes:
         x, routing = _tokens(layer, rows, num_topk)
         # `local_moe` chooses tiles for T * K / L rows per expert, as many as R ranks with T tokens each send
         local_moe(x, routing, layer.weights, layer.experts, layout=config.layout)
-        for ids_dtype in (torch.int32, torch.int64):
-            to_physical(routing.topk_ids.to(ids_dtype), positions)
+        for ids_dtype, limit in itertools.product((torch.int32, torch.int64), limits):
+            to_physical(routing.topk_ids.to(ids_dtype), positions, num_tokens=limit)
         if config.routing is None:
             continue
         for dtype in dict.fromkeys((torch.float32, x.dtype)):
             logits = torch.zeros(rows, config.num_experts, dtype=dtype, device=x.device)
-            nothing = torch.zeros(1, dtype=torch.int32, device=x.device)
-            for limit in (None,) if counts_of(layer) is None else (None, nothing):
+            for limit in limits:
                 route(logits, config.routing, routing_bias=layer.routing_bias, placement=positions, num_tokens=limit)
 
 

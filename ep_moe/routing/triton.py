@@ -48,6 +48,8 @@ def _table_of(
 ) -> tuple[torch.Tensor | None, _Table]:
     """The words of a placement, None if no kernel reads them."""
     if isinstance(placement, PositionTable):
+        if placement.words.device != device:
+            raise ValueError(f"the table of positions is on {placement.words.device}, the ids are on {device}")
         counts = placement.num_experts + placement.num_physical if placement.counted else 0
         table = _Table(placement.maps, placement.has_copies, counts, bool(counts) and num_tokens is not None)
         return placement.words if table.mapped or counts else None, table

@@ -51,6 +51,23 @@ def test_copies_change_no_token_and_no_count() -> None:
         assert found[2].sum(1).tolist() == [4 * 2 * (27 + 27 + 3 * 5)] * SIZES.num_layers
 
 
+def test_padding_is_not_counted() -> None:
+    """Prompts of several lengths in one prefill count as those alone, and continue as those."""
+    model = from_pretrained(SHIPPED_MODEL, EPGroup.single("cpu"), dtype=torch.float32)
+    session, (prompts, mask) = model.ep_moe, (torch.zeros(3, 20, dtype=torch.int64), torch.zeros(3, 20))
+    alone, options = [], GenerationOptions(max_new_tokens=4)
+    for row, size in enumerate((3, 20, 11)):
+        prompts[row, -size:], mask[row, -size:] = torch.arange(40, 40 + size), 1
+        alone.append(generate(model, prompts[row : row + 1, -size:], options)[0])
+    counts = session.expert_load
+    session.reset_expert_load()
+    together = generate(model, prompts, options, attention_mask=mask.long())
+    assert torch.equal(together, torch.stack(alone))
+    assert torch.equal(session.expert_load, counts)
+    assert counts.sum(1).tolist() == [4 * (34 + 3 * 3)] * SIZES.num_layers
+    session.destroy()
+
+
 def test_placements_by_options(tmp_path: Path) -> None:
     file = str(tmp_path / "placement.json")
     RecordedLoad(model=SIZES, load=tuple(map(tuple, RANDOM.tolist()))).save(tmp_path / "load.json")
@@ -121,6 +138,8 @@ def test_bad_recordings(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n")
     with pytest.raises(ValueError, match="has no lines"):
         record(EngineConfig(), RecordConfig(out=tmp_path / "load.json", prompts=tmp_path / "empty"))
+    with pytest.raises(RuntimeError, match="http://h:abc/load does not answer: nonnumeric port"):
+        record(EngineConfig(), RecordConfig(out=tmp_path / "load.json", url="http://h:abc"))
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(ValueError, match="format is None"):
         balance_plan(BalancePlanConfig(load=tmp_path / "other.json"))

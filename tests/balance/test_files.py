@@ -59,8 +59,10 @@ def test_files_of_others_are_refused(message: str, tmp_path: Path) -> None:
 def test_loads_of_other_sizes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="load has 1 layers, the model 2"):
         RecordedLoad(model=MODEL, load=LOAD[:1])
-    with pytest.raises(ValueError, match=r"load\[1\] has 4 counts from -1 on; 4 from 0 on needed"):
+    with pytest.raises(ValueError, match=r"load\[1\] has 4 counts from -1 to 3; 4 from 0 to 2\^63 - 1 needed"):
         RecordedLoad(model=MODEL, load=(LOAD[0], (0, -1, 2, 3)))
+    with pytest.raises(ValueError, match=r"load\[0\] has 4 counts from 0 to 9223372036854775808; "):
+        RecordedLoad(model=MODEL, load=((0, 1, 2**63, 3), LOAD[1]))
     file = tmp_path / "file.json"
     save_placements(file, [Placement.linear(4, 2)] * 2, MODEL)
     with pytest.raises(ValueError, match="format is 'ep_moe placements 1', 'ep_moe load 1' needed"):

@@ -78,7 +78,10 @@ def counting_table(placement: Placement, group: EPGroup) -> PositionTable:
 def warm_up(layers: Iterable[ExpertParallelMoE], num_topk: int, *, padded: bool = False) -> None:
     """Compile the kernels of all layers, once for layers that use the same; with `padded` also for calls with
     `num_tokens`. Collective."""
-    alike = {(layer.config, *(tensor is None for tensor in layer.weights.optional)): layer for layer in layers}
+    alike = {
+        (layer.config, getattr(layer.positions, "maps", None), *(t is None for t in layer.weights.optional)): layer
+        for layer in layers
+    }
     for layer in alike.values():
         layer.warmup(num_topk=num_topk, padded=padded)
 
