@@ -36,7 +36,7 @@ class ServeConfig:
 
     host: Annotated[str, Field(help="Address to listen at; 0.0.0.0 is every interface of this machine")] = "127.0.0.1"
     port: Annotated[int, Field(help="Port to listen at; 0 picks a free one", at_least=0)] = 8000
-    name: Annotated[str, Field(help="Name of the model for clients; by default that of its directory")] = ""
+    name: Annotated[str, Field(help="Name for clients; by default that of its directory")] = ""
     max_rows: Annotated[int, Field(help="Most sequences that a rank generates at once", at_least=1)] = 16
     max_positions: Annotated[
         int | None,
@@ -63,7 +63,7 @@ class ServeConfig:
     ] = 10.0
     api_keys: Annotated[
         str,
-        Field(help="File with a client's key in each line; EP_MOE_API_KEY has one more; without any, all may ask"),
+        Field(help="File with a key in each line, besides EP_MOE_API_KEY; without keys all may ask"),
     ] = ""
     allowed_origins: Annotated[
         str, Field(help="Origins, separated by commas, whose pages may ask the server from a browser; * for all")

@@ -94,7 +94,8 @@ def test_excuses(faulty: subprocess.CompletedProcess[str]) -> None:
     assert excused[0].endswith("(16 rows are too few for the fp8 instructions of a warp group)")
 
 
-def test_right_kernels_pass(capsys: pytest.CaptureFixture[str]) -> None:
+def test_right_kernels_pass(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
     assert main([*FAULTY, "--only", "right copy of", "--target", "90"]) == 0
     assert "1 compiled kernels, 0 findings" in capsys.readouterr().out
 
