@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Annotated, Any
 
-from ep_moe.app.start import on_ranks, open_model
+from ep_moe.app.start import on_ranks
 from ep_moe.config import EngineConfig
 from ep_moe.fields import Field, check_fields, shown
 
@@ -51,5 +51,7 @@ def generate(engine: EngineConfig, config: GenerateConfig) -> dict[str, Any]:
 
     Errors: ValueError for an unreadable model directory, before ranks start.
     """
-    open_model(engine)
+    from ep_moe.app.placements import check_model  # imports torch
+
+    check_model(engine)
     return on_ranks("ep_moe.app.generate_rank:generate_rank_main", engine, config)

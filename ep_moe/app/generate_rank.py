@@ -6,13 +6,13 @@ from typing import Any
 import torch
 
 from ep_moe.app.generate import GenerateConfig
+from ep_moe.app.placements import model_sizes
 from ep_moe.app.session import (
     PhaseClock,
     gather_report,
     load_expert_parallel,
     load_of,
     load_tokenizer,
-    model_sizes,
     progress_bar,
     start_task,
 )

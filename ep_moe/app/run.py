@@ -9,7 +9,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ep_moe.app.start import on_ranks, open_model
+from ep_moe.app.start import on_ranks
 from ep_moe.config import EngineConfig, config_dir, from_mapping, read_tables, read_toml
 from ep_moe.fields import Field, check_fields
 
@@ -62,7 +62,9 @@ def run(engine: EngineConfig, config: RunConfig) -> dict[str, Any]:
 
     Errors: ValueError for an unreadable model directory or a scheme that quantizes, before ranks start.
     """
-    _check_scheme(engine, open_model(engine))
+    from ep_moe.app.placements import check_model  # imports torch
+
+    _check_scheme(engine, check_model(engine))
     return on_ranks("ep_moe.app.run_rank:run_rank_main", engine, config)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ep_moe import logs
-from ep_moe.app.start import PRELOAD, on_ranks, open_model, pick_device
+from ep_moe.app.start import PRELOAD, on_ranks, pick_device
 from ep_moe.config import EngineConfig
 from ep_moe.environment import LaunchEnv, server_key
 from ep_moe.fields import Field, check_fields
@@ -128,7 +128,9 @@ def serve(engine: EngineConfig, config: ServeConfig) -> dict[str, Any]:
     Errors: ValueError for an unreadable model directory or file of keys and RuntimeError for missing packages or a port
     in use, before ranks start; RankFailedError names a lost rank.
     """
-    open_model(engine)
+    from ep_moe.app.placements import check_model  # imports torch
+
+    check_model(engine)
     config.read_keys()
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:

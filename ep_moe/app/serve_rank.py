@@ -12,8 +12,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+from ep_moe.app.placements import model_sizes
 from ep_moe.app.serve import DRAINED, ServeConfig, bind, front_end
-from ep_moe.app.session import Model, load_expert_parallel, load_tokenizer, model_sizes, progress_bar
+from ep_moe.app.session import Model, load_expert_parallel, load_tokenizer, progress_bar
 from ep_moe.app.start import model_dir
 from ep_moe.config import EngineConfig
 from ep_moe.engines.transformers.decoding import RowDecoder, end_ids_of, uses_graphs, why_not_fixed

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ep_moe.app.balance import BalancePlanConfig, RecordConfig, balance_plan, record
-from ep_moe.app.session import model_sizes, placements_for
+from ep_moe.app.placements import check_model, model_sizes, placements_for
 from ep_moe.app.start import SHIPPED_MODEL
 from ep_moe.balance import RecordedLoad, plan_placement, read_placements
 from ep_moe.config import EngineConfig
@@ -89,6 +89,8 @@ def test_placements_by_options(tmp_path: Path) -> None:
         placements_for(EngineConfig(placement="round_robin", redundant_experts=3), 2)
     with pytest.raises(ValueError, match="placement .'absent'. is not one of linear, round_robin"):
         placements_for(EngineConfig(placement="absent"), 2)
+    with pytest.raises(ValueError, match=r"is for 2 ranks, there are 6"):
+        check_model(EngineConfig(placement=file, ray="auto", nodes=2, nproc=3))  # before ranks start
     again = BalancePlanConfig(
         load=tmp_path / "load.json", ranks=2, redundant_experts=4, previous=Path(file), min_gain=0.05
     )
