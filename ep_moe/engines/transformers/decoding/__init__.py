@@ -7,10 +7,11 @@ from collections.abc import Callable
 import torch
 
 from ep_moe.engines.transformers.architectures import KEPT_IN_STEP
-from ep_moe.engines.transformers.decoding.decoder import Decoder, RowDecoder, decode_transport
+from ep_moe.engines.transformers.decoding.decoder import Decoder, decode_transport
 from ep_moe.engines.transformers.decoding.fixed_cache import windows_of
 from ep_moe.engines.transformers.decoding.loop import FinishRows, by_transformers
 from ep_moe.engines.transformers.decoding.options import GenerationOptions, end_ids_of
+from ep_moe.engines.transformers.decoding.row_decoder import RowDecoder
 from ep_moe.engines.transformers.hooks import Model, Session
 
 _log = logging.getLogger(__name__)

@@ -1,0 +1,175 @@
+"""Carries out a rank's part of plans: sequences that start, go on in chunks and passes, and end at any time."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from ep_moe.engines.transformers.decoding.adjust import MOST_PROMPT_LOGITS, prompt_logprobs
+from ep_moe.engines.transformers.decoding.decoder import Chunk, Decoder
+from ep_moe.engines.transformers.decoding.finite import check_finite, first_not_finite
+from ep_moe.engines.transformers.decoding.fixed_cache import BLOCK, windows_of
+from ep_moe.engines.transformers.decoding.grammars import RowGrammars
+from ep_moe.engines.transformers.decoding.options import GenerationOptions
+from ep_moe.engines.transformers.decoding.passes import (
+    Logprob,
+    RowsMade,
+    RowsPlan,
+    RowStart,
+    Sampling,
+    Shape,
+    pass_shape,
+)
+from ep_moe.engines.transformers.decoding.sequences import NONE
+from ep_moe.engines.transformers.hooks import Model, Session
+
+
+class RowDecoder:
+    """A decoder for plans: this rank's rows, in a cache for `num_rows` sequences of `num_positions` tokens each.
+
+    Args:
+        model: of `from_pretrained` or `shard_experts`; `why_not_fixed(model)` must be "".
+        num_rows, num_positions: the most at any time; the same on all ranks.
+        end_ids: tokens that end a sequence; the end token is the last one of its row.
+        graphs: replay decode passes as CUDA graphs, captured at their first use.
+        grammars: for sequences with a grammar.
+        prefix_rows: rows whose memory keeps blocks of prefixes; without effect if a layer has a window smaller than
+            num_positions, rounded up to a power of two, which forgets them.
+
+    Attributes:
+        prefix_blocks: blocks of `BLOCK` tokens that the prefix cache holds, 0 for none.
+    It takes the place of the model's decoder, whose memory is freed: a `RowDecoder` before it ends.
+    Errors: ValueError for too many end_ids; RuntimeError for a model that computes NaN; those of a lack of memory, at
+    once. Collective.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        num_rows: int,
+        num_positions: int,
+        end_ids: tuple[int, ...],
+        graphs: bool,
+        grammars: RowGrammars | None = None,
+        prefix_rows: int = 0,
+    ) -> None:
+        GenerationOptions(max_new_tokens=1, end_ids=end_ids)  # checks them
+        session: Session = model.ep_moe
+        self._model, self._session, self._num_rows = model, session, num_rows
+        if session.decoder is not None:
+            session.decoder.destroy()
+        self._decoder = session.decoder = Decoder(model, graphs=graphs)
+        self._captured: set[tuple[int, Shape]] = set()  # (rank, shape), equal on all ranks
+        self._prompts: dict[int, Chunk] = {}  # row -> the last chunk of a prompt that is not complete
+        self._wanted: dict[int, int] = {}  # row -> likeliest tokens with each log-probability
+        capacity = pass_shape(num_rows, num_positions, sampled=True).capacity
+        if any(window is not None and window < capacity for window in windows_of(model.config)):
+            prefix_rows = 0
+        self.prefix_blocks = prefix_rows * capacity // BLOCK
+        self._decoder.prepare(num_rows, num_positions, sampled=True, more_rows=prefix_rows)
+        self._decoder.make_transport(model, num_rows)
+        self._decoder.sequences.end_all(end_ids)
+        self._decoder.sequences.grammars = grammars
+        everywhere = session.group.num_ranks
+        first, none = RowStart(row=0, prompt=(0,), max_new_tokens=2, sampling=Sampling(logprobs=0)), ((),) * everywhere
+        with first_not_finite(model) as name:  # allocates and compiles
+            made = self.run(RowsPlan(ended=none, starts=((first,),) * everywhere, chunks=(((0, 1),),) * everywhere))
+        check_finite(torch.tensor(made.tokens, device="cpu"), name)
+        vocab_size, device = model.get_input_embeddings().weight.shape[0], session.group.device
+        most = min(session.transport.config.max_tokens_per_rank * vocab_size, MOST_PROMPT_LOGITS)
+        torch.empty(most, dtype=model.dtype, device=device)  # the allocator keeps it for the logits of prompts
+        shapes = (pass_shape(1, 1, False),) * everywhere
+        self.run(RowsPlan(ended=none, starts=none, passes=1, shapes=shapes))
+        session.reset_expert_load()  # of these passes
+
+    def run(self, plan: RowsPlan) -> RowsMade:
+        """Carry out this rank's part of a plan. Collective, host sync."""
+        made = self._run(plan)
+        return dataclasses.replace(made, load=self._session.expert_load.tolist()) if plan.load else made
+
+    @torch.inference_mode()
+    def _run(self, plan: RowsPlan) -> RowsMade:
+        rank, decoder, model = self._session.group.rank, self._decoder, self._model
+        live = decoder.sequences.live
+        if plan.saves:
+            decoder.save_prefixes(plan.saves[rank])
+        if plan.ended[rank]:
+            live[torch.tensor(plan.ended[rank], device=live.device)] = False
+            if decoder.sequences.grammars is not None:
+                decoder.sequences.grammars.drop(plan.ended[rank])
+        for start in plan.starts[rank]:
+            first = len(start.prefix) * BLOCK
+            self._prompts[start.row] = Chunk(start, first, first)
+            self._wanted.pop(start.row, None)
+        decoder.load_prefixes(plan.starts[rank])
+        if any(plan.chunks):
+            return self._prefill(plan.chunks[rank])
+        wanted = set(enumerate(plan.shapes))
+        if decoder.graphs and not wanted <= self._captured:
+            decoder.capture_pass(model, plan.shapes[rank])
+            self._captured |= wanted
+        shape = plan.shapes[rank]
+        if decoder.sequences.grammars:
+            decoder.sequences.grammars.drop(range(shape.rows, self._num_rows))  # none of them is live
+        if not decoder.sequences.grammars:
+            return self._decode(plan.passes, shape)
+        parts = [self._decode(1, shape) for _ in range(plan.passes)]  # a grammar follows a token before the next pass
+        return RowsMade(
+            tokens=[step for part in parts for step in part.tokens],
+            logprobs={row: [each for part in parts for each in part.logprobs[row]] for row in parts[0].logprobs},
+            ended={row: why for part in parts for row, why in part.ended.items()},
+        )
+
+    def _decode(self, passes: int, shape: Shape) -> RowsMade:
+        tokens = self._decoder.decode(self._model, passes, shape).tolist()
+        ended = self._follow(dict(enumerate(tokens[-1])))
+        return RowsMade(tokens=tokens, logprobs=self._logprobs(passes) if shape.adjusted else {}, ended=ended)
+
+    def _follow(self, tokens: dict[int, int]) -> dict[int, str]:
+        """Go on in the grammars of rows by their new tokens; returns the rows that these end, and why."""
+        sequences = self._decoder.sequences
+        if not sequences.grammars:
+            return {}
+        assert sequences.adjustments is not None
+        masks, ended = sequences.grammars.follow(tokens)
+        sequences.adjustments.allow(masks)
+        if ended:
+            sequences.live[torch.tensor(list(ended), device=sequences.live.device)] = False
+        return ended
+
+    def _prefill(self, sizes: Sequence[tuple[int, int]]) -> RowsMade:
+        chunks = [self._next_chunk(row, size) for row, size in sizes]
+        logits = self._decoder.prefill(self._model, chunks)
+        self._session.transport.check()
+        made = self._decoder.read(1, self._num_rows)[0].tolist()
+        prompts, new = {}, {}
+        for place, (start, first, end) in enumerate(chunks):
+            if start.sampling.prompt_logprobs is not None:
+                assert logits is not None
+                mine = logits[place, logits.shape[1] - (end - first) :]
+                prompts[place] = prompt_logprobs(mine, start.prompt[first : end + 1], start.sampling.prompt_logprobs)
+            if chunks[place].is_last:
+                del self._prompts[start.row]
+                new[place] = start.row
+                if start.sampling.logprobs is not None:
+                    self._wanted[start.row] = start.sampling.logprobs
+        found = self._logprobs(1) if any(row in self._wanted for row in new.values()) else {}
+        ended = self._follow({row: made[row] for row in new.values()})
+        return RowsMade(
+            tokens=[[made[new[place]] if place in new else NONE for place in range(len(chunks))]],
+            logprobs={place: found[row] for place, row in new.items() if row in found},
+            prompts=prompts,
+            ended={place: ended[row] for place, row in new.items() if row in ended},
+        )
+
+    def _next_chunk(self, row: int, size: int) -> Chunk:
+        start, _, end = self._prompts[row]
+        self._prompts[row] = chunk = Chunk(start, end, end + size)
+        return chunk
+
+    def _logprobs(self, passes: int) -> dict[int, list[Logprob]]:
+        """Those of the last passes, of each row that asked for them."""
+        adjustments = self._decoder.sequences.adjustments
+        assert adjustments is not None
+        return adjustments.read(passes, self._wanted)
