@@ -7,6 +7,7 @@ rank maps, for Triton's interpreter. Letters: R ranks.
 import contextlib
 import os
 import uuid
+from typing import Any
 
 import torch
 
@@ -113,6 +114,17 @@ class SymmetricBuffer:
                 os.unlink(path)
         self._mapped, self.local = parts, parts[group.rank]
         self.addresses = tuple(part.data_ptr() for part in parts)
+
+    def part(self, rank: int) -> torch.Tensor:
+        """[num_bytes] uint8, the part of a rank as mapped here. Local."""
+        if isinstance(self._mapped, list):
+            mapped: torch.Tensor = self._mapped[rank]
+            return mapped
+        if self._mapped is None:
+            return self.local
+        handle: Any = self._mapped  # of torch's symmetric memory
+        found: torch.Tensor = handle.get_buffer(rank, (self.local.numel(),), torch.uint8)
+        return found
 
     def destroy(self) -> None:
         """Unmap all parts here; memory is freed once every rank has done so. Local; calling it twice is fine."""

@@ -87,7 +87,8 @@ class ExpertParallelMoE(Layer):
         number = transport.number_layer() if layer_index is None else layer_index
         if type(number) is not int or number < 0:
             raise ValueError(f"layer_index ({number!r}) must be an int of at least 0")
-        self.tag = LayerTag.of(number, config, self.placement)
+        changing = isinstance(placement, PositionTable) and placement.changing
+        self.tag = LayerTag.of(number, config, self.placement, changing=changing)
         self._layout, self._weight_tensors = config.layout, tuple(weights.tensors())
         self._number = op.number_of(self)
         self._exchange_stream: torch.cuda.Stream | None = None  # of micro-batches, made by the first such call

@@ -26,7 +26,7 @@ class PositionTable:
         node: first and last + 1 of the ranks of its node; None if all ranks are of one.
         device: of the table. counted: count the experts that tokens choose.
         changing: `update` may follow although the placement has no copies; without it, ids that are positions
-            already need no launch.
+            already need no launch. Layers then compare only its sizes between ranks in each round.
 
     Attributes:
         placement: the one that the table has now.
@@ -49,7 +49,7 @@ class PositionTable:
         first, last = (0, placement.num_ranks) if node is None else node
         if not 0 <= first <= rank < last <= placement.num_ranks:
             raise ValueError(f"node ({node}) is no range of {placement.num_ranks} ranks with rank {rank}")
-        self.rank, self._node, self.counted = rank, (first, last), counted
+        self.rank, self._node, self.counted, self.changing = rank, (first, last), counted, changing
         self.placement, self.num_experts, self.num_physical = placement, placement.num_experts, placement.num_physical
         self.has_copies = self.num_physical > self.num_experts
         self.maps = self.has_copies or changing or not placement.is_identity

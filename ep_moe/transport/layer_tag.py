@@ -35,7 +35,7 @@ class LayerTag:
     number: int = 0  # [0, MOST_LAYERS)
     size: int = 0  # intermediate / 16, modulo 2^12
     activation: int = 0  # 20 bits
-    placement: int = 0  # 20 bits
+    placement: int = 0  # 20 bits; of one that may change, its sizes
     words: tuple[int, int] = dataclasses.field(init=False, repr=False, compare=False)  # the same as two int32
 
     def __post_init__(self) -> None:
@@ -46,14 +46,21 @@ class LayerTag:
         object.__setattr__(self, "words", (signed_word(layer), signed_word(settings)))
 
     @classmethod
-    def of(cls, number: int, config: MoEConfig, placement: Placement) -> "LayerTag":
-        """The tag of a layer. Its layout may differ between ranks; its scheme is compared as the payload's format."""
+    def of(cls, number: int, config: MoEConfig, placement: Placement, *, changing: bool = False) -> "LayerTag":
+        """The tag of a layer. Its layout may differ between ranks; its scheme is compared as the payload's format.
+
+        Captured graphs keep the words of a tag, so of a placement that is `changing` it has the sizes alone: who
+        changes the placement makes sure that all ranks do.
+        """
         kind, *numbers = dataclasses.astuple(config.activation)  # floats, however they were given
         return cls(
             number=number % MOST_LAYERS,
             size=config.intermediate // ALIGNMENT % (1 << _SIZE_BITS),
             activation=_digest((kind.value, *numbers), _ACTIVATION_BITS),
-            placement=_digest((placement.physical_to_logical, placement.starts), _PLACEMENT_BITS),
+            placement=_digest(
+                (placement.num_experts if changing else placement.physical_to_logical, placement.starts),
+                _PLACEMENT_BITS,
+            ),
         )
 
     @classmethod

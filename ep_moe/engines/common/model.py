@@ -4,6 +4,7 @@ Letters: T tokens of this rank, K top-k, E logical experts, R ranks, L local exp
 """
 
 import dataclasses
+import zlib
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -68,11 +69,21 @@ def placements_of(
     return found
 
 
+def check_placements(placements: Sequence[Placement], group: EPGroup) -> None:
+    """Raise ValueError on every rank if ranks have different placements: tables that may change are not compared in
+    rounds. Collective, host sync."""
+    checksum = zlib.crc32(repr([placement.physical_to_logical for placement in placements]).encode())
+    found = group.all_gather_object(checksum)
+    odd = next((rank for rank, other in enumerate(found) if other != found[0]), None)
+    if odd is not None:
+        raise ValueError(f"rank 0 and rank {odd} place experts differently; every rank needs the same placements")
+
+
 def counting_table(placement: Placement, group: EPGroup) -> PositionTable:
-    """A layer's table of positions for the tokens of this rank, which counts their experts. Local."""
+    """A layer's table of positions for the tokens of this rank, which counts their experts and can change. Local."""
     first = group.rank - group.local_rank
     node = first, first + group.local_num_ranks
-    return PositionTable(placement, group.rank, node=node, device=group.device, counted=True)
+    return PositionTable(placement, group.rank, node=node, device=group.device, counted=True, changing=True)
 
 
 def warm_up(layers: Iterable[ExpertParallelMoE], num_topk: int, *, padded: bool = False) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ep_moe.balance import Rebalancer
 from ep_moe.config import Layout
 from ep_moe.engines.transformers.experts import ExpertsModule, activation_of, are_views, state_of, weights_of
 from ep_moe.experts import create_experts
@@ -108,6 +109,7 @@ class Session:
         decoder: the `Decoder` of `ep_moe.engines.transformers.decoding`, None until it is needed.
         logged: messages about decoding that have been logged.
         why_own_routers: the reason why the model keeps its own routers, "" if ours route.
+        rebalancer: moves experts between passes, None if nothing does; `destroy` ends it.
         decode_experts: a function that experts modules call in place of their layers, set by `decoding`.
     """
 
@@ -123,6 +125,7 @@ class Session:
         self.logged: set[str] = set()
         self.why_own_routers = ""
         self.decode_experts: DecodeExperts | None = None
+        self.rebalancer: Rebalancer | None = None
 
     @property
     def expert_load(self) -> torch.Tensor:
@@ -146,6 +149,11 @@ class Session:
     def scheme(self) -> str:
         """Name of the layers' scheme; several, separated by commas, if layers differ. Local."""
         return ", ".join(dict.fromkeys(layer.scheme.name for layer in self.layers))
+
+    def end_pass(self) -> None:
+        """A boundary between two forward passes of all ranks, at which experts may move. As `Rebalancer.step`."""
+        if self.rebalancer is not None:
+            self.rebalancer.step()
 
     def reset_expert_load(self) -> None:
         """Set the counts to zero. Local, no host sync."""
@@ -172,6 +180,8 @@ class Session:
 
     def destroy(self) -> None:
         """Destroy the transports, not the group; the model can no longer run. Local, calling it twice is fine."""
+        if self.rebalancer is not None:
+            self.rebalancer.destroy()
         if self.decoder is not None:
             self.decoder.destroy()
         self.transport.destroy()

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ep_moe.config import MoEConfig, TransportConfig
-from ep_moe.engines.common.model import Agreement, counting_table, warm_up
+from ep_moe.engines.common.model import Agreement, check_placements, counting_table, warm_up
 from ep_moe.engines.common.transports import with_topk
 from ep_moe.engines.transformers.architectures import keep_in_step, num_topk_of
 from ep_moe.engines.transformers.experts import LOCAL, SHARDED, ExpertsModule, drop_parameters
@@ -54,6 +54,7 @@ def install(
 
     Layers are made one by one: each frees its module's parameters before the next needs memory. Collective.
     """
+    check_placements([part.placement for part in parts.values()], group)
     before = model.get_experts_implementation()
     num_topk = num_topk_of(model.config)
     placement = next(iter(parts.values())).placement  # of a transport only `starts` matter, which are equal
@@ -75,7 +76,7 @@ def install(
         _log.info("%s keeps its own routers: %s", type(model).__name__, session.why_own_routers)
     replace_norms(model)
     setattr(model, NAME, session)
-    vars(model)["_has_unfinished_sequences"] = functools.partial(_any_rank_unfinished, group)
+    vars(model)["_has_unfinished_sequences"] = functools.partial(_any_rank_unfinished, session)
     for name, module in model.named_modules():
         if isinstance(module, PreTrainedModel):
             prefix = f"{name}." if name else ""
@@ -106,13 +107,14 @@ def _make_layers(
     return tuple(layers)
 
 
-def _any_rank_unfinished(group: EPGroup, this_peer_finished: bool, synced_gpus: bool, device: torch.device) -> bool:
+def _any_rank_unfinished(session: Session, this_peer_finished: bool, synced_gpus: bool, device: torch.device) -> bool:
     """Whether `generate` goes on. transformers' own implementation needs, with `synced_gpus`, torch's default process
     group, which may be larger than ours or absent. Collective with `synced_gpus`, host sync."""
+    session.end_pass()  # every rank asks this before each pass
     if not synced_gpus:
         return not this_peer_finished
     unfinished = torch.tensor([0 if this_peer_finished else 1], dtype=torch.int64, device=device)
-    return bool(group.all_reduce_sum(unfinished).item())
+    return bool(session.group.all_reduce_sum(unfinished).item())
 
 
 def is_sharded(model: Any) -> bool:

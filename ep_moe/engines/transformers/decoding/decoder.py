@@ -177,6 +177,7 @@ class Decoder:
         with first_not_finite(model) as name:
             for index in range(max(other.prefills for other in requests)):
                 self.prefill(model, chunks[index] if index < len(chunks) else ())
+                session.end_pass()
         session.transport.check()
         made = [self.read(1, num_rows)]
         check_finite(made[0], name)
@@ -365,6 +366,7 @@ class Decoder:
         """Run passes, replayed if they are captured; returns their tokens as `read` does. Collective, host sync."""
         for _ in range(passes):
             self._run(model, shape)
+            self._session.end_pass()
         self._check()
         return self.read(passes, shape.rows)
 

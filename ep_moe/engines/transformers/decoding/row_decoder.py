@@ -141,6 +141,7 @@ class RowDecoder:
     def _prefill(self, sizes: Sequence[tuple[int, int]]) -> RowsMade:
         chunks = [self._next_chunk(row, size) for row, size in sizes]
         logits = self._decoder.prefill(self._model, chunks)
+        self._session.end_pass()
         self._session.transport.check()
         made = self._decoder.read(1, self._num_rows)[0].tolist()
         prompts, new = {}, {}
