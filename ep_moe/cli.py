@@ -1,5 +1,5 @@
 """The command line: ep-moe run | generate | eval | serve | quantize | tune | plan | balance, and ep-moe bench layer |
-transport | model | experts | formats | calls | serve | report.
+transport | balance | model | experts | formats | calls | serve | report.
 
 Results go to standard output, progress and errors to standard error. torch is imported by the commands that need it,
 and transformers by the ranks alone, whose entry points are dotted names: each takes seconds.
@@ -24,7 +24,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from ep_moe.app import report
-from ep_moe.app.balance import BalancePlanConfig, RecordConfig, balance_plan, record
+from ep_moe.app.balance import BalancePlanConfig, RecordConfig, balance_plan, check_load, record
 from ep_moe.app.chat import ChatConfig, chat
 from ep_moe.app.doctor import EXPECTED, DoctorConfig, diagnose
 from ep_moe.app.eval import EvalConfig, evaluate
@@ -47,6 +47,7 @@ from ep_moe.app.start import (
     start_logs,
 )
 from ep_moe.bench.configs import (
+    BalanceBenchConfig,
     CallsBenchConfig,
     ExpertsBenchConfig,
     FormatsBenchConfig,
@@ -512,6 +513,30 @@ def bench_transport_command(engine: EngineConfig, config: TransportBenchConfig, 
     if file.append is not None and not file.sweep and _on_cpu(engine):
         raise ValueError("append on a CPU needs --sweep: nothing is timed there")
     return _measure("ep_moe.bench.transport:transport_rank_main", engine, config, file)
+
+
+@bench_app.command("balance", cls=Command)
+@_job(
+    report.show_bench_balance,
+    _BENCH_ENGINE,
+    (*_OF_MODELS, "scheme", "placement", "max_tokens_per_rank", *_ON_RAY),
+    _NO_CHECKPOINT,
+)
+def bench_balance_command(engine: EngineConfig, config: BalanceBenchConfig, file: RowsFile) -> dict[str, Any]:
+    """Check and time a layer whose experts are placed for their load.
+
+    Beside the same load on experts in order, and an even load.
+    """
+    load = None if config.load is None else config.load.absolute()  # ranks may have another working directory
+    config = dataclasses.replace(config, load=load)
+    if load is not None:
+        check_load(load)
+    if config.plot is not None and is_first_rank():
+        check_writable(config.plot, "plot")
+    made = _measure("ep_moe.bench.balance:balance_rank_main", engine, config, file)
+    if config.plot is not None and is_first_rank():
+        report.draw_bench_loads(config.plot, made)
+    return made
 
 
 @bench_app.command("model", cls=Command)

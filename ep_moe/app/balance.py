@@ -14,7 +14,7 @@ from ep_moe.app.generate import GenerateConfig, generate
 from ep_moe.config import EngineConfig, from_mapping
 from ep_moe.environment import client_key
 from ep_moe.fields import Field, check_fields, shown
-from ep_moe.report.plots import DPI
+from ep_moe.report.plots import draw_loads
 from ep_moe.report.records import check_writable
 
 if TYPE_CHECKING:
@@ -146,6 +146,13 @@ def _ask(url: str) -> dict[str, Any]:
     return found
 
 
+def check_load(path: Path) -> None:
+    """Raise ValueError for a file that is no recorded load. Local."""
+    from ep_moe.balance import RecordedLoad
+
+    _reading(RecordedLoad.read, path)
+
+
 def balance_plan(config: BalancePlanConfig) -> dict[str, Any]:
     """Plan placements for a recorded load, and write them if a file is named.
 
@@ -178,7 +185,7 @@ def balance_plan(config: BalancePlanConfig) -> dict[str, Any]:
         save_placements(config.out, plan.placements, found.model)
     before, after = (rank_loads(found.load, each) for each in (previous or linear, plan.placements))
     if config.plot is not None:
-        _draw(config.plot, {"before": before, "after": after})
+        draw_loads(config.plot, {"before": before, "after": after}, "MoE layer")
     return {
         "ok": True,
         "out": None if config.out is None else str(config.out),
@@ -196,35 +203,6 @@ def balance_plan(config: BalancePlanConfig) -> dict[str, Any]:
         "moves": plan.num_moves,
         "steps": [dataclasses.asdict(step) for step in plan.steps],
     }
-
-
-def _draw(path: Path, loads: dict[str, list[list[float]]]) -> None:
-    """A heat map for each of these loads [layer][rank], by the layer's mean rank."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise RuntimeError("a plot needs matplotlib; install: pip install 'ep-moe[bench]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    ratios = {
-        name: [[tokens * len(ranks) / (sum(ranks) or 1) for tokens in ranks] for ranks in load]
-        for name, load in loads.items()
-    }
-    most = max(max(ranks) for load in ratios.values() for ranks in load)
-    figure, axes = pyplot.subplots(1, len(loads), figsize=(10, 5), sharey=True, layout="constrained")
-    for panel, (name, load) in zip(axes, ratios.items(), strict=True):
-        image = panel.imshow(load, aspect="auto", cmap="RdBu_r", vmin=2 - most, vmax=most, interpolation="nearest")
-        panel.set_title(f"{name}: fullest rank {max(map(max, load)):.2f}")
-        panel.set_xlabel("rank")
-    axes[0].set_ylabel("MoE layer")
-    figure.colorbar(image, ax=axes, label="load by the layer's mean rank")
-    try:
-        figure.savefig(path, dpi=DPI)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"plot ({str(path)!r}) cannot be written: {error}") from None
-    finally:
-        pyplot.close(figure)
 
 
 def _reading(read: Any, path: Path, *more: Any) -> Any:

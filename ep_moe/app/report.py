@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -9,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ep_moe.report.tables import open_console
+from ep_moe.report.plots import draw_loads
+from ep_moe.report.tables import open_console, show_figure, show_verdict
 
 # all but tab and newline, and those that reverse the direction of text
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
@@ -284,3 +286,38 @@ def show_bench_serve(report: dict[str, Any]) -> None:
     for row in report["rows"]:
         for error in row["errors"]:
             console.print(f"{row['concurrency']} clients: {error}")
+
+
+def show_bench_balance(report: dict[str, Any]) -> None:
+    """Print a line for each layer, load and number of tokens."""
+    console = open_console()
+    columns = "load", "copies", "tokens/rank", "before us", "after us", "even load us", "after / even"
+    table = _table(f"{report['world_size']} x {report['gpu']}", "layer", *columns, "balancedness before", "after")
+    for row in report["rows"]:
+        shapes, setup, ours = row["shapes"], row["setup"], row["figures"]
+        before, even = (row["baselines"].get(name, {}) for name in ("linear", "uniform"))
+        us = (show_figure("call_us", figures.get("call_us")) for figures in (before, ours, even))
+        ratios = (even.get("time_ratio"), *(each.get("balancedness_ratio") for each in (before, ours)))
+        table.add_row(
+            f"{shapes['preset']} {setup['scheme']}",
+            setup["routing"],
+            str(shapes["redundant_experts"]),
+            str(shapes["tokens_per_rank"]),
+            *us,
+            *("" if ratio is None else f"{ratio:.3f}" for ratio in ratios),
+        )
+    console.print(table)
+    console.print(
+        Text("before: experts in order; after: placed for the load, with copies. Even load: experts in order.")
+    )
+    show_verdict(report)
+
+
+def draw_bench_loads(path: Path, report: dict[str, Any]) -> None:
+    """Draw the load of ranks in each row of `ep-moe bench balance`. Errors: as `draw_loads`."""
+    labels = [
+        f"{row['shapes']['preset']} {row['setup']['scheme']}, {row['setup']['routing']}, "
+        f"{row['shapes']['redundant_experts']} copies, {row['shapes']['tokens_per_rank']} tokens"
+        for row in report["rows"]
+    ]
+    draw_loads(path, {"before": report["rank_load_before"], "after": report["rank_load"]}, labels)

@@ -25,6 +25,8 @@ ROUTINGS = ("uniform", "skewed", "one_rank")
 EXPERTS_IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
 BESIDE = ("none", "deepgemm")
 COUNTS = ("uneven", "even", "skewed")  # rows of experts in `bench experts`
+RECORDED = "recorded"
+LOADS = ("uniform", "zipf", "one_rank", RECORDED)  # of experts in `bench balance`
 CALL_CASES = {  # of `bench calls`: preset and scheme
     "gpt-oss-120b": ("gpt-oss-120b", "mxfp4_w4a16"),
     "deepseek-v3-fp4": ("deepseek-v3", "nvfp4_w4a16"),
@@ -202,6 +204,73 @@ class ServeBenchConfig:
     def levels(self) -> list[tuple[int, float]]:
         """(most requests at a time, rate) of each level."""
         return list(itertools.product(self.concurrency, self.rate))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BalancePoint:
+    """One measurement of `ep-moe bench balance`; see the fields of its config."""
+
+    preset: str
+    scheme: str
+    routing: str
+    redundant_experts: int
+    tokens: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BalanceBenchConfig:
+    """Measurements of `ep-moe bench balance`. Errors: ValueError names the value and the limit."""
+
+    preset: Annotated[tuple[str, ...], Field(help="Sizes (repeatable)", choices=LAYER_PRESETS)] = (
+        "deepseek-v3",
+        "qwen3-30b",
+    )
+    scheme: Annotated[
+        tuple[str, ...], Field(help="Number format of experts and payload (repeatable)", option="--quant")
+    ] = ("fp8_block", "none")
+    routing: Annotated[
+        tuple[str, ...],
+        Field(
+            help="Load of experts (repeatable): even, 1/n for the n-th, 70 % on the first rank, or that of --load",
+            choices=LOADS,
+        ),
+    ] = ("zipf", "one_rank")
+    load: Annotated[
+        Path | None, Field(help="A file of `ep-moe balance record` to measure too, with its number of experts")
+    ] = None
+    redundant_experts: Annotated[
+        tuple[int, ...],
+        Field(help="Copies of experts in each layer (repeatable), at most one of each on every other rank", at_least=0),
+    ] = (0, 32)
+    tokens: Annotated[tuple[int, ...], Field(help="Tokens per rank (repeatable)", at_least=1)] = (128, 1024, 4096)
+    seed: Annotated[int, Field(help="Seed of experts, tokens and loads", at_least=0)] = 0
+    warmup: Annotated[int, Field(help="Warm-up calls", at_least=1)] = 5
+    repeats: Annotated[int, Field(help="Timed calls", at_least=1)] = 20
+    sample_rows: Annotated[int, Field(help="Tokens per rank whose results are checked", at_least=1)] = 4
+    plot: Annotated[Path | None, Field(help="Draw the load of ranks in each row, before and after, to this file")] = (
+        None
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if RECORDED in self.routing and self.load is None:
+            raise ValueError("routing 'recorded' needs load, a file of `ep-moe balance record`")
+        from ep_moe.quant import get_scheme
+
+        for name in self.scheme:
+            get_scheme(name)
+
+    @property
+    def points(self) -> tuple[BalancePoint, ...]:
+        """The points to measure, in order; the recorded load, of other experts, comes last."""
+        routings = [routing for routing in self.routing if routing != RECORDED]
+        routings += [] if self.load is None else [RECORDED]
+        return tuple(
+            BalancePoint(preset=preset, scheme=scheme, routing=routing, redundant_experts=copies, tokens=tokens)
+            for preset, scheme, routing, copies, tokens in itertools.product(
+                self.preset, self.scheme, routings, self.redundant_experts, self.tokens
+            )
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,7 @@ Each colour has one meaning: blue is ours where it is faster, orange (hatched in
 at 1 is the baseline.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +113,38 @@ def _save(rows: Sequence[Record], summary: Summary, path: Path) -> None:
     height = plot_rows(figure.add_subplot(), rows, summary)
     figure.set_size_inches(WIDTH_INCHES, height)
     figure.savefig(path, metadata={"Software": None})  # no version: equal figures make equal files
+
+
+def draw_loads(path: Path, loads: Mapping[str, Sequence[Sequence[float]]], rows: str | Sequence[str]) -> None:
+    """Draw a heat map for each of these loads [row][rank], by the row's mean rank.
+
+    Args:
+        rows: what a row is, or a label for each.
+    Errors: RuntimeError if matplotlib is missing; ValueError for a file that cannot be written. Local.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise RuntimeError("a plot needs matplotlib; install: pip install 'ep-moe[bench]'") from None
+    ratios = {
+        name: [[tokens * len(ranks) / (sum(ranks) or 1) for tokens in ranks] for ranks in load]
+        for name, load in loads.items()
+    }
+    most = max(max(ranks) for load in ratios.values() for ranks in load)
+    count = len(next(iter(ratios.values())))
+    figure = Figure(figsize=(10, 5 if isinstance(rows, str) else max(4.0, 1 + 0.2 * count)), layout="constrained")
+    axes = figure.subplots(1, len(loads), sharey=True)
+    for panel, (name, load) in zip(axes, ratios.items(), strict=True):
+        image = panel.imshow(load, aspect="auto", cmap="RdBu_r", vmin=2 - most, vmax=most, interpolation="nearest")
+        panel.set_title(f"{name}: fullest rank {max(map(max, load)):.2f}")
+        panel.set_xlabel("rank")
+        panel.set_xticks(range(len(load[0])) if len(load[0]) <= 16 else panel.get_xticks())
+    if isinstance(rows, str):
+        axes[0].set_ylabel(rows)
+    else:
+        axes[0].set_yticks(range(count), rows, fontsize=8)
+    figure.colorbar(image, ax=axes, label="load by the mean rank's")
+    try:
+        figure.savefig(path, dpi=DPI, metadata={"Software": None} if path.suffix == ".png" else None)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"plot ({str(path)!r}) cannot be written: {error}") from None

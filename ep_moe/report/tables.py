@@ -37,6 +37,12 @@ def show_rows(report: Mapping[str, Any]) -> None:
             console.print(_table("host us, median, no sync inside", columns, host))
         for name, reason in row["left_out"].items():
             console.print(Text(f"without {name}: {reason}", style="yellow"))
+    show_verdict(report)
+
+
+def show_verdict(report: Mapping[str, Any]) -> None:
+    """Print whether all results of a benchmark are right."""
+    console = open_console()
     if report["ok"]:
         limits = [row["row_error_limit"] for row in report["rows"] if "row_error_limit" in row]
         how = f"worst row at most {max(limits):g}" if limits else "bit for bit"

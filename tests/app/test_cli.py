@@ -32,6 +32,7 @@ from ep_moe.app.serve import ServeConfig
 from ep_moe.app.session import with_dtype
 from ep_moe.app.start import SHIPPED_MODEL, on_ranks
 from ep_moe.bench.configs import (
+    BalanceBenchConfig,
     CallsBenchConfig,
     ExpertsBenchConfig,
     FormatsBenchConfig,
@@ -238,6 +239,7 @@ CONFIGS = {
     "formats": (),
     "doctor": (),
     "bench layer": (LayerBenchConfig, RowsFile, EngineConfig),
+    "bench balance": (BalanceBenchConfig, RowsFile, EngineConfig),
     "bench transport": (TransportBenchConfig, RowsFile, EngineConfig),
     "bench model": (ModelBenchConfig, RowsFile, EngineConfig),
     "bench experts": (ExpertsBenchConfig, RowsFile, EngineConfig),

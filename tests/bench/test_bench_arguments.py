@@ -60,6 +60,12 @@ WRONG = {
         ["transport", "--device", "cpu", "--append", "a.jsonl", "--commit", "0123abc"],
         "append on a CPU needs --sweep: nothing is timed there",
     ),
+    "no-load": (
+        ["balance", "--routing", "recorded"],
+        "routing 'recorded' needs load, a file of `ep-moe balance record`",
+    ),
+    "load": (["balance", "--load", __file__], ": not JSON in UTF-8"),
+    "balance-scheme": (["balance", "--quant", "fp7"], "scheme ('fp7') is not one of none, fp8_tensor"),
     "dir": (["report", "--dir", "no/such"], "directory ('no/such') is not a directory"),
 }
 
@@ -79,7 +85,9 @@ def test_a_wrong_argument_is_told_with_exit_code_2(name: str, monkeypatch: pytes
     assert done.stdout == ""
 
 
-@pytest.mark.parametrize("option", ["layer --quant", "experts --quant", "transport --payload", "formats --schemes"])
+@pytest.mark.parametrize(
+    "option", ["layer --quant", "experts --quant", "transport --payload", "formats --schemes", "balance --quant"]
+)
 def test_no_scheme_is_completed_that_is_refused(option: str) -> None:
     words = f"ep-moe bench {option} "
     variables = {"COMP_WORDS": words, "COMP_CWORD": "4", "_EP_MOE_COMPLETE": "complete_bash"}
