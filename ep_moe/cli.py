@@ -34,6 +34,7 @@ from ep_moe.app.interrupts import raise_on_interrupt
 from ep_moe.app.options import config_of, options_of
 from ep_moe.app.plan import PlanConfig, make_plan, show_plan
 from ep_moe.app.quantize import quantize_model
+from ep_moe.app.rebalancing import JobRebalanceConfig, RebalanceConfig
 from ep_moe.app.run import RunConfig, run
 from ep_moe.app.serve import ServeConfig, serve
 from ep_moe.app.settings import COMMON_OPTIONS, USAGE_ERROR, VARIABLES, given_elsewhere, variable_of
@@ -95,7 +96,11 @@ app.add_typer(balance_app, name="balance", rich_help_panel=_PREPARING)
 _ENGINE = EngineConfig()
 _ON_RAY = ("ray", "nodes")
 _ENGINE_PANEL = "Ranks and their experts"
-_PANELS: dict[Any, str] = {RowsFile: "Rows of docs/benchmarks"}
+_PANELS: dict[Any, str] = {
+    RowsFile: "Rows of docs/benchmarks",
+    RebalanceConfig: _ENGINE_PANEL,
+    JobRebalanceConfig: _ENGINE_PANEL,
+}
 # loading and compiling may delay a rank
 _BENCH_ENGINE = EngineConfig(dtype="bfloat16", scheme="none", timeout_secs=120.0)
 _ONE_RANK = dataclasses.replace(_BENCH_ENGINE, nproc=1)
@@ -289,22 +294,22 @@ def _for_json(value: Any) -> Any:
 
 @app.command("run", cls=Command, rich_help_panel=_RUNNING)
 @_job(report.show_run, dataclasses.replace(_ENGINE, dtype="float32"), leave_out=())
-def run_command(engine: EngineConfig, config_file: Path | None) -> dict[str, Any]:
+def run_command(engine: EngineConfig, rebalance: JobRebalanceConfig, config_file: Path | None) -> dict[str, Any]:
     """Compare every token and logit of ranks with the whole model.
 
-    Generates with the experts spread over ranks; every rank also loads the whole model for the comparison, by default
-    in float32, in which both are almost equal. Table [run] of a --config file may also have the prompts and limits of
-    configs/run.toml.
+    Generates with the experts spread over ranks, between which they move once meanwhile. Every rank also loads the
+    whole model for the comparison, by default in float32, in which both are almost equal. Table [run] of a --config
+    file may also have the prompts and limits of configs/run.toml.
     """
-    return run(engine, RunConfig.read(config_file))
+    return run(engine, RunConfig.read(config_file), rebalance)
 
 
 @app.command("generate", cls=Command, rich_help_panel=_RUNNING)
 @_job(report.show_generate, leave_out=())
-def generate_command(engine: EngineConfig, config: GenerateConfig) -> dict[str, Any]:
+def generate_command(engine: EngineConfig, config: GenerateConfig, rebalance: RebalanceConfig) -> dict[str, Any]:
     """Continue prompts, which are spread over the ranks."""
     texts = tuple(sys.stdin.read() if prompt == "-" else prompt for prompt in config.prompts)
-    return generate(engine, dataclasses.replace(config, prompts=texts))
+    return generate(engine, dataclasses.replace(config, prompts=texts), rebalance)
 
 
 @app.command("eval", cls=Command, rich_help_panel=_RUNNING)
@@ -319,12 +324,12 @@ def eval_command(engine: EngineConfig, config: EvalConfig) -> dict[str, Any]:
 
 @app.command("serve", cls=Command, rich_help_panel=_RUNNING)
 @_job(None)
-def serve_command(engine: EngineConfig, config: ServeConfig) -> dict[str, Any]:
+def serve_command(engine: EngineConfig, config: ServeConfig, rebalance: RebalanceConfig) -> dict[str, Any]:
     """Serve a model by OpenAI's protocol, to many clients at once.
 
     Completions and chats. Needs ep-moe[serve].
     """
-    return serve(engine, config)
+    return serve(engine, config, rebalance)
 
 
 @app.command("chat", cls=Command, rich_help_panel=_RUNNING)

@@ -320,12 +320,12 @@ class EngineConfig:
     ] = "auto"
     dtype: Annotated[
         str,
-        Field(help="Dtype of weights and activations; auto is the model's on GPUs", choices=("auto", *DTYPE_NAMES)),
+        Field(help="Dtype of the model; auto is its own on GPUs", choices=("auto", *DTYPE_NAMES)),
     ] = "auto"
     scheme: Annotated[
         str,
         Field(
-            help="Number format of experts and payload, by name (ep-moe formats), none, or auto: the checkpoint's own",
+            help="Number format of experts: of ep-moe formats, none, or auto, the checkpoint's",
             option="--quant",
         ),
     ] = "auto"

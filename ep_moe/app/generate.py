@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Annotated, Any
 
+from ep_moe.app.rebalancing import RebalanceConfig
 from ep_moe.app.start import on_ranks
 from ep_moe.config import EngineConfig
 from ep_moe.fields import Field, check_fields, shown
@@ -46,7 +47,7 @@ class GenerateConfig:
             raise ValueError(f"top_p ({self.top_p}) needs a temperature above 0")
 
 
-def generate(engine: EngineConfig, config: GenerateConfig) -> dict[str, Any]:
+def generate(engine: EngineConfig, config: GenerateConfig, rebalance: RebalanceConfig | None = None) -> dict[str, Any]:
     """Generate on all ranks and return the report: `text`, one for each prompt in order, and times.
 
     Errors: ValueError for an unreadable model directory, before ranks start.
@@ -54,4 +55,4 @@ def generate(engine: EngineConfig, config: GenerateConfig) -> dict[str, Any]:
     from ep_moe.app.placements import check_model  # imports torch
 
     check_model(engine)
-    return on_ranks("ep_moe.app.generate_rank:generate_rank_main", engine, config)
+    return on_ranks("ep_moe.app.generate_rank:generate_rank_main", engine, config, rebalance or RebalanceConfig())

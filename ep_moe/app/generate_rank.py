@@ -7,6 +7,7 @@ import torch
 
 from ep_moe.app.generate import GenerateConfig
 from ep_moe.app.placements import model_sizes
+from ep_moe.app.rebalancing import RebalanceConfig, start_rebalancing
 from ep_moe.app.session import (
     PhaseClock,
     gather_report,
@@ -26,7 +27,9 @@ from ep_moe.serving.text import TextStream
 MOST_ROWS = 64  # prompts in one batch of a rank; by transformers' own loop a batch is one prompt
 
 
-def generate_rank_main(group: EPGroup, engine: EngineConfig, config: GenerateConfig) -> dict[str, Any]:
+def generate_rank_main(
+    group: EPGroup, engine: EngineConfig, config: GenerateConfig, rebalance: RebalanceConfig
+) -> dict[str, Any]:
     """One rank's part of the job. Returns the report, the same on every rank. Collective."""
     clock = PhaseClock(group.device)
     tokenizer = load_tokenizer(engine)
@@ -34,6 +37,7 @@ def generate_rank_main(group: EPGroup, engine: EngineConfig, config: GenerateCon
     with progress_bar(group) as progress:
         with clock.phase("load"), group.guard("load"):
             model, session = load_expert_parallel(group, engine)
+            start_rebalancing(session, rebalance)
         end_ids = end_ids_of(model, tokenizer)
         decoder = decoder_of(model, config.decode_graphs)
         rows = 1 if decoder is None else MOST_ROWS

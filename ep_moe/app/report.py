@@ -83,6 +83,22 @@ def show_balance_plan(report: dict[str, Any]) -> None:
         console.print(Text(f"drawn to {report['plot']}"))
 
 
+def _show_rebalancing(console: Console, found: dict[str, Any] | None) -> None:
+    """A line about what the ranks have moved; none without a rebalancer."""
+    if found is None:
+        return
+    text = (
+        f"rebalanced {found['rebalances']} times, {found['moved_experts']} experts moved "
+        f"({found['moved_bytes'] / 1e6:.1f} MB)"
+    )
+    if found["balancedness_before"] is not None:
+        text += f"; last plan: balancedness {found['balancedness_before']:.3f} to {found['balancedness_after']:.3f}"
+        text += ", too little to gain" if found["declined"] and not found["rebalances"] else ""
+    console.print(Text(text))
+    if found["last_error"]:
+        console.print(Text(f"rebalancing failed: {found['last_error']}", style="bold red"), soft_wrap=True)
+
+
 def _show_times(console: Console, *groups: dict[str, float]) -> None:
     table = _table("Seconds, of the slowest rank", "phase", "s")
     for index, times in enumerate(groups):
@@ -109,6 +125,7 @@ def show_run(report: dict[str, Any]) -> None:
         )
     console.print(ranks)
     _show_load(console, report["expert_load"])
+    _show_rebalancing(console, report["rebalancing"])
     _show_times(console, report["times"], report["layer_times"])
     console.print(Text("Text", style="bold"))
     for index, text in enumerate(report["text"]):
@@ -140,8 +157,9 @@ def show_generate(report: dict[str, Any]) -> None:
         else:
             print(prompt + text)
         print()
-    times = report["times"]
-    open_console(stderr=True).print(
+    times, errors = report["times"], open_console(stderr=True)
+    _show_rebalancing(errors, report["rebalancing"])
+    errors.print(
         f"{report['new_tokens']} tokens on {report['world_size']} ranks in {times['generate_secs']:.2f} s "
         f"({times['tokens_per_sec']:.1f} tokens/s)"
     )

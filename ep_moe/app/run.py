@@ -9,6 +9,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from ep_moe.app.rebalancing import JobRebalanceConfig, RebalanceConfig
 from ep_moe.app.start import on_ranks
 from ep_moe.config import EngineConfig, config_dir, from_mapping, read_tables, read_toml
 from ep_moe.fields import Field, check_fields
@@ -57,15 +58,17 @@ class RunConfig:
         return read_toml(cls, config_dir() / "run.toml", "run")
 
 
-def run(engine: EngineConfig, config: RunConfig) -> dict[str, Any]:
+def run(engine: EngineConfig, config: RunConfig, rebalance: RebalanceConfig | None = None) -> dict[str, Any]:
     """Run the job on all ranks and return its report; `ok` says whether all results are equal.
+
+    Experts move as `rebalance` says, by default once.
 
     Errors: ValueError for an unreadable model directory or a scheme that quantizes, before ranks start.
     """
     from ep_moe.app.placements import check_model  # imports torch
 
     _check_scheme(engine, check_model(engine))
-    return on_ranks("ep_moe.app.run_rank:run_rank_main", engine, config)
+    return on_ranks("ep_moe.app.run_rank:run_rank_main", engine, config, rebalance or JobRebalanceConfig())
 
 
 def _check_scheme(engine: EngineConfig, checkpoint: "Checkpoint") -> None:

@@ -11,6 +11,7 @@ import torch
 from rich.progress import Progress
 from transformers import StoppingCriteriaList
 
+from ep_moe.app.rebalancing import RebalanceConfig, start_rebalancing
 from ep_moe.app.run import RunConfig
 from ep_moe.app.session import (
     Model,
@@ -42,7 +43,9 @@ class _Trace:
     teacher_logits: torch.Tensor
 
 
-def run_rank_main(group: EPGroup, engine: EngineConfig, config: RunConfig) -> dict[str, Any]:
+def run_rank_main(
+    group: EPGroup, engine: EngineConfig, config: RunConfig, rebalance: RebalanceConfig
+) -> dict[str, Any]:
     """One rank's part of the job. Returns the report, the same on every rank. Collective."""
     clock, layer_clock = PhaseClock(group.device), PhaseClock(group.device)
     engine, tokenizer = with_dtype(engine, group.device), load_tokenizer(engine)
@@ -54,6 +57,7 @@ def run_rank_main(group: EPGroup, engine: EngineConfig, config: RunConfig) -> di
     with progress_bar(group) as progress:
         with clock.phase("load"), group.guard("load"):
             model, session = load_expert_parallel(group, engine)
+            start_rebalancing(session, rebalance)
         for layer in session.layers:
             layer.phases = layer_clock
         with group.guard("generate"):
@@ -141,6 +145,8 @@ def _trace(
             **options,
         )
     progress.update(task, completed=new_tokens)
+    if session is not None and session.rebalancer is not None:
+        session.rebalancer.finish()  # the held-out windows are computed where experts are then
     task = start_task(progress, f"{label}: held-out text", len(windows))
     teacher = []
     with timer.phase("teacher_forced"), torch.inference_mode():

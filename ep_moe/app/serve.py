@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ep_moe import logs
+from ep_moe.app.rebalancing import RebalanceConfig
 from ep_moe.app.start import PRELOAD, on_ranks, pick_device
 from ep_moe.config import EngineConfig
 from ep_moe.environment import LaunchEnv, server_key
@@ -34,7 +35,7 @@ class ServeConfig:
     tokens of prefixes as `prefix_rows` sequences have.
     """
 
-    host: Annotated[str, Field(help="Address to listen at; 0.0.0.0 is every interface of this machine")] = "127.0.0.1"
+    host: Annotated[str, Field(help="Address to listen at; 0.0.0.0 is all")] = "127.0.0.1"
     port: Annotated[int, Field(help="Port to listen at; 0 picks a free one", at_least=0)] = 8000
     name: Annotated[str, Field(help="Name for clients; by default that of its directory")] = ""
     max_rows: Annotated[int, Field(help="Most sequences that a rank generates at once", at_least=1)] = 16
@@ -120,7 +121,7 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def serve(engine: EngineConfig, config: ServeConfig) -> dict[str, Any]:
+def serve(engine: EngineConfig, config: ServeConfig, rebalance: RebalanceConfig | None = None) -> dict[str, Any]:
     """Serve until a signal or an error ends it.
 
     The process that speaks HTTP starts before the ranks; under torchrun and Ray, which start them, rank 0 starts it.
@@ -132,12 +133,13 @@ def serve(engine: EngineConfig, config: ServeConfig) -> dict[str, Any]:
 
     check_model(engine)
     config.read_keys()
+    rebalance = rebalance or RebalanceConfig()
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise RuntimeError(f"ep-moe serve needs {', '.join(missing)}; install: pip install 'ep-moe[serve]'")
     target = "ep_moe.app.serve_rank:serve_rank_main"
     if engine.ray or LaunchEnv.from_environ() is not None:
-        return on_ranks(target, engine, config)
+        return on_ranks(target, engine, config, rebalance)
     from ep_moe.launch import RankFailedError, start_server  # which imports torch
     from ep_moe.launch.signals import first_sigterm
 
@@ -152,7 +154,7 @@ def serve(engine: EngineConfig, config: ServeConfig) -> dict[str, Any]:
 
         try:
             with first_sigterm(drain):
-                on_ranks(target, engine, config, bytes(ForkingPickler.dumps(connection)))
+                on_ranks(target, engine, config, rebalance, bytes(ForkingPickler.dumps(connection)))
         except RankFailedError:
             if asked:  # the ranks had the signal too, as some service managers send it
                 raise SystemExit(128 + signal.SIGTERM) from None

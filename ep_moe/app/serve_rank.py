@@ -13,6 +13,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from ep_moe.app.placements import model_sizes
+from ep_moe.app.rebalancing import RebalanceConfig, start_rebalancing
 from ep_moe.app.serve import DRAINED, ServeConfig, bind, front_end
 from ep_moe.app.session import Model, load_expert_parallel, load_tokenizer, progress_bar
 from ep_moe.app.start import model_dir
@@ -29,7 +30,11 @@ MOST_POSITIONS = 4096  # by default: their keys and values are reserved for ever
 
 
 def serve_rank_main(
-    group: EPGroup, engine: EngineConfig, config: ServeConfig, connection: bytes | None = None
+    group: EPGroup,
+    engine: EngineConfig,
+    config: ServeConfig,
+    rebalance: RebalanceConfig,
+    connection: bytes | None = None,
 ) -> dict[str, Any]:
     """One rank's part of the server; returns only if the process with the queue closes it. Collective.
 
@@ -45,11 +50,13 @@ def serve_rank_main(
                 front, _ = ends.enter_context(front_end(listener, engine, config, "spawn"))
             else:
                 front = ForkingPickler.loads(connection)
-        _serve(group, engine, config, front)
+        _serve(group, engine, config, rebalance, front)
     return {}
 
 
-def _serve(group: EPGroup, engine: EngineConfig, config: ServeConfig, front: Connection | None) -> None:
+def _serve(
+    group: EPGroup, engine: EngineConfig, config: ServeConfig, rebalance: RebalanceConfig, front: Connection | None
+) -> None:
     tokenizer = load_tokenizer(engine)
     with progress_bar(group), group.guard("load"):
         model, session = load_expert_parallel(group, engine)
@@ -70,6 +77,7 @@ def _serve(group: EPGroup, engine: EngineConfig, config: ServeConfig, front: Con
             grammars=grammars,
             prefix_rows=config.prefix_rows,
         )
+        start_rebalancing(session, rebalance)  # behind the passes that warm up
     if config.prefix_rows and not rows.prefix_blocks and group.rank == 0:
         _log.warning("prefixes are not kept: layers with a sliding window forget keys and values")
     limits = Limits(

@@ -17,6 +17,7 @@ from ep_moe import logs
 from ep_moe.app.placements import placements_for
 from ep_moe.app.start import model_dir, open_model
 from ep_moe.balance import balancedness, rank_loads
+from ep_moe.balance.reports import status_entries, status_of_ranks
 from ep_moe.config import EngineConfig
 from ep_moe.engines.transformers import Session, from_pretrained, loading
 from ep_moe.group import EPGroup
@@ -101,22 +102,26 @@ class PhaseClock:
 
 
 class LoadOfRank(NamedTuple):
-    """How often a rank's tokens chose each expert, [MoE layer][expert], and which rank has which."""
+    """How often a rank's tokens chose each expert, [MoE layer][expert], which rank has which now, and what its
+    rebalancer has done, None without one."""
 
     experts: list[list[int]]
     placements: tuple[Placement, ...]
+    rebalancing: dict[str, Any] | None
 
 
 def load_of(session: Session) -> LoadOfRank:
     """The load of a session so far. Local, host sync."""
-    return LoadOfRank(session.expert_load.tolist(), session.placements)
+    moved = None if session.rebalancer is None else status_entries(session.rebalancer.status)
+    return LoadOfRank(session.expert_load.tolist(), session.placements, moved)
 
 
 def gather_report(
     group: EPGroup, clock: PhaseClock, load: LoadOfRank, **part: Any
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """All ranks' parts of a report, in rank order, and the entries that every report has. Collective."""
-    parts = group.all_gather_object(part | {"expert_load": load.experts, "secs": dict(clock.secs)})
+    own = {"expert_load": load.experts, "secs": dict(clock.secs), "rebalancing": load.rebalancing}
+    parts = group.all_gather_object(part | own)
     total = torch.tensor([other["expert_load"] for other in parts]).sum(0).tolist()
     by_rank = rank_loads(total, load.placements)
     return parts, {
@@ -124,6 +129,7 @@ def gather_report(
         "expert_load": total,
         "rank_load": by_rank,
         "balancedness": balancedness(by_rank),
+        "rebalancing": None if load.rebalancing is None else status_of_ranks([other["rebalancing"] for other in parts]),
         "times": {f"{name}_secs": max(other["secs"][name] for other in parts) for name in clock.secs},
     }
 

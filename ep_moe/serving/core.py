@@ -15,10 +15,12 @@ import dataclasses
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import Protocol
+from typing import Any, Protocol
 
+from ep_moe.balance import rank_loads
+from ep_moe.balance.reports import status_of_ranks
 from ep_moe.engines.transformers.decoding.passes import RowsMade, RowsPlan
 from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.group.waiting import SLICE_SECS
@@ -29,7 +31,7 @@ OnProgress = Callable[[Progress], None]
 PREFILL, DECODE = "prefill", "decode"
 LOAD_SECS = 2.0  # between two reports of the experts' load
 MOST_SENT = 2  # plans that the ranks have at a time: they begin the next one while clients get the tokens of the last
-WINDOW_SECS = 60.0  # of which `recent_load` is
+WINDOW_SECS = 60.0  # of which `recent_rank_load` is
 
 
 class Rows(Protocol):
@@ -174,6 +176,9 @@ class Leader:
         on_plan: called after each plan with PREFILL or DECODE and its seconds, in the thread of `run`.
         on_start: called with the seconds that a sequence has waited for its row, in that thread.
         load: [layer][expert], tokens that went to each expert so far, at most LOAD_SECS old while there is work.
+        rank_load: [layer][rank], the same by the ranks that had the experts at the time; copies with equal shares.
+        placements: which rank has which expert, by layer. rebalancing: the entries of `status_of_ranks`, {} without a
+            rebalancer. As old as `load`.
     """
 
     def __init__(self, ranks: LeadRank | RemoteRanks, limits: Limits) -> None:
@@ -182,8 +187,12 @@ class Leader:
         self.on_plan: Callable[[str, float], None] = lambda kind, secs: None
         self.on_start: Callable[[float], None] = lambda secs: None
         self.load: list[list[int]] = []
+        self.rank_load: list[list[float]] = []
+        self.placements = limits.placements
+        self.rebalancing: dict[str, Any] = {}
         self._load_due = 0.0
-        self._reports = collections.deque[tuple[float, list[list[int]]]]()  # one before the window, and those in it
+        # `rank_load`, one before the window, and those in it
+        self._reports = collections.deque[tuple[float, list[list[float]]]]()
         self._scheduler = Scheduler(limits)
         self._watchers: dict[int, OnProgress] = {}
         self._sent: collections.deque[tuple[RowsPlan, float]] = collections.deque()  # with the time
@@ -214,11 +223,11 @@ class Leader:
         return self._scheduler.num_waiting
 
     @property
-    def recent_load(self) -> list[list[int]]:
-        """`load` of the last minute: since the last report before it, or since the first one if there is none."""
+    def recent_rank_load(self) -> list[list[float]]:
+        """`rank_load` of the last minute: since the last report before it, or since the first one if there is none."""
         reports = list(self._reports)
         if len(reports) < 2:
-            return self.load
+            return self.rank_load
         first, last = reports[0][1], reports[-1][1]
         return [[b - a for a, b in zip(*layers, strict=True)] for layers in zip(first, last, strict=True)]
 
@@ -322,11 +331,7 @@ class Leader:
         plan, sent = self._sent.popleft()
         start, self._received = max(sent, self._received), time.perf_counter()
         if plan.load:
-            by_layer = zip(*(each.load for each in made), strict=True)
-            self.load = [[sum(tokens) for tokens in zip(*ranks, strict=True)] for ranks in by_layer]
-            self._reports.append((start, self.load))
-            while len(self._reports) > 1 and self._reports[1][0] <= start - WINDOW_SECS:
-                self._reports.popleft()
+            self._report_load(made, start)
         with self._changed:
             found = self._scheduler.take(made)
             watchers = [self._watchers.get(ticket) for ticket, _ in found]
@@ -341,6 +346,23 @@ class Leader:
         for wait in waits:
             self.on_start(wait)
         self.on_plan(PREFILL if any(plan.chunks) else DECODE, self._received - start)
+
+    def _report_load(self, made: Sequence[RowsMade], start: float) -> None:
+        """Take what ranks report with the results of a plan that began then."""
+        by_layer = zip(*(each.load for each in made), strict=True)
+        load = [[sum(tokens) for tokens in zip(*ranks, strict=True)] for ranks in by_layer]
+        before = self.load or [[0] * len(layer) for layer in load]
+        new = [[b - a for a, b in zip(*layers, strict=True)] for layers in zip(before, load, strict=True)]
+        ranks = rank_loads(new, self.placements)
+        so_far = self.rank_load or [[0.0] * len(layer) for layer in ranks]
+        self.rank_load = [[a + b for a, b in zip(*layers, strict=True)] for layers in zip(so_far, ranks, strict=True)]
+        self.load = load
+        self._reports.append((start, self.rank_load))
+        while len(self._reports) > 1 and self._reports[1][0] <= start - WINDOW_SECS:
+            self._reports.popleft()
+        if made[0].rebalancing:
+            self.rebalancing = status_of_ranks([each.rebalancing for each in made])
+            self.placements = made[0].placements
 
     def _end(self, error: ServerEndedError) -> None:
         with self._changed:

@@ -1,13 +1,16 @@
 """What a server counts and times, in Prometheus' text format."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from ep_moe.balance import balancedness, rank_loads
+from ep_moe.balance import balancedness
+from ep_moe.balance.rebalancer import RebalanceState
 from ep_moe.serving.core import Leader
 
+_OFF = "off"
 CLIENT_LEFT = 499  # the status of a request whose client went away, as nginx logs it
 _SECS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _PLAN_SECS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
@@ -46,7 +49,7 @@ class Metrics:
         self._gauge("positions", "Most positions of a sequence", lambda: limits.num_positions)
         self._gauge("draining", "1 once the server has been asked to end", lambda: int(leader.draining))
         balance = "Tokens of the mean rank's experts in the last minute over the fullest one's, both summed over layers"
-        self._gauge("balancedness", balance, lambda: balancedness(_rank_loads(leader, leader.recent_load)))
+        self._gauge("balancedness", balance, lambda: balancedness(leader.recent_rank_load))
         rows, positions, load, prefixes = (
             Gauge(f"ep_moe_rank_{name}", what, ["rank"], registry=self._registry)
             for name, what in (
@@ -56,10 +59,11 @@ class Metrics:
                 ("prefix_tokens", "Tokens in the prefix cache of a rank"),
             )
         )
+        self._registry.register(_Rebalancing(leader))
         for rank in range(limits.num_ranks):
             rows.labels(rank).set_function(functools.partial(lambda rank: leader.usage(rank)[0], rank))
             positions.labels(rank).set_function(functools.partial(lambda rank: leader.usage(rank)[1], rank))
-            load.labels(rank).set_function(functools.partial(lambda rank: _tokens_of(leader, rank), rank))
+            load.labels(rank).set_function(functools.partial(_tokens_of, leader, rank))
             prefixes.labels(rank).set_function(functools.partial(leader.prefix_tokens, rank))
 
     def _histogram(self, name: str, what: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
@@ -78,11 +82,33 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-def _rank_loads(leader: Leader, load: list[list[int]]) -> list[list[float]]:
-    """Tokens of each rank's experts, by layer; none before the first report."""
-    return rank_loads(load, leader.limits.placements) if load else []
-
-
 def _tokens_of(leader: Leader, rank: int) -> float:
     """Tokens that went to the experts of a rank so far."""
-    return sum(ranks[rank] for ranks in _rank_loads(leader, leader.load))
+    return sum(ranks[rank] for ranks in leader.rank_load)
+
+
+class _Rebalancing:
+    """Collects what the ranks' rebalancers have reported; state "off" without one."""
+
+    def __init__(self, leader: Leader) -> None:
+        self._leader = leader
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry."""
+        found = self._leader.rebalancing
+        counted = CounterMetricFamily(
+            "ep_moe_rebalances", "Rebalances that moved experts, gained too little to, or failed", labels=["outcome"]
+        )
+        for outcome, name in (("complete", "rebalances"), ("declined", "declined"), ("failed", "failures")):
+            counted.add_metric([outcome], found.get(name, 0))
+        yield counted
+        for name, what, key in (
+            ("experts", "Experts that ranks have received from others", "moved_experts"),
+            ("bytes", "Bytes of weights that ranks have received from others", "moved_bytes"),
+        ):
+            yield CounterMetricFamily(f"ep_moe_rebalance_{name}", what, value=found.get(key, 0))
+        yield GaugeMetricFamily("ep_moe_rebalance_seconds", "Of the last complete rebalance", found.get("seconds", 0))
+        state = GaugeMetricFamily("ep_moe_rebalance_state", "1 for what ranks do about it now", labels=["state"])
+        for name in (_OFF, *(each.value for each in RebalanceState)):
+            state.add_metric([name], int(name == found.get("state", _OFF)))
+        yield state

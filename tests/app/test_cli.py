@@ -28,6 +28,7 @@ from ep_moe.app.balance import RecordConfig
 from ep_moe.app.chat import ChatConfig
 from ep_moe.app.eval import EvalConfig
 from ep_moe.app.generate import GenerateConfig
+from ep_moe.app.rebalancing import JobRebalanceConfig, RebalanceConfig
 from ep_moe.app.serve import ServeConfig
 from ep_moe.app.session import with_dtype
 from ep_moe.app.start import SHIPPED_MODEL, on_ranks
@@ -129,7 +130,7 @@ def test_kernels_on_a_cpu_need_the_interpreter(small: str) -> None:
 
 def run_with(fault: str, monkeypatch: pytest.MonkeyPatch, *options: str) -> Result:
     """The main job with a fault on one rank."""
-    monkeypatch.setattr(cli, "run", lambda engine, config: on_ranks(broken_main, engine, config, fault))
+    monkeypatch.setattr(cli, "run", lambda *args: on_ranks(broken_main, *args, fault))
     return invoke("run", "--json", "--device", "cpu", *options)
 
 
@@ -227,10 +228,10 @@ def commands(group: Any, name: str) -> dict[str, Any]:
 
 
 CONFIGS = {
-    "run": (EngineConfig,),
-    "generate": (GenerateConfig, EngineConfig),
+    "run": (JobRebalanceConfig, EngineConfig),
+    "generate": (GenerateConfig, RebalanceConfig, EngineConfig),
     "eval": (EvalConfig, EngineConfig),
-    "serve": (ServeConfig, EngineConfig),
+    "serve": (ServeConfig, RebalanceConfig, EngineConfig),
     "chat": (ChatConfig, EngineConfig),
     "quantize": (),
     "plan": (),

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from ep_moe.app.rebalancing import RebalanceConfig
 from ep_moe.app.run import RunConfig
 from ep_moe.app.run_rank import run_rank_main
 from ep_moe.config import EngineConfig
@@ -47,8 +48,10 @@ def fail() -> None:
 FAULTS = {"none": lambda: None, "swap": swap_two_experts, "lose": lose_one_token, "fail": fail}
 
 
-def broken_main(group: EPGroup, engine: EngineConfig, config: RunConfig, fault: str) -> dict[str, Any]:
+def broken_main(
+    group: EPGroup, engine: EngineConfig, config: RunConfig, rebalance: RebalanceConfig, fault: str
+) -> dict[str, Any]:
     """The rank's part of the job; rank 1 has the fault."""
     if group.rank == 1:
         FAULTS[fault]()
-    return run_rank_main(group, engine, config)
+    return run_rank_main(group, engine, config, rebalance)

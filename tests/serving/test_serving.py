@@ -32,6 +32,8 @@ from typer.testing import CliRunner
 
 from ep_moe.app.serve import bind
 from ep_moe.app.start import SHIPPED_MODEL
+from ep_moe.balance.rebalancer import RebalanceState, RebalanceStatus
+from ep_moe.balance.reports import status_entries
 from ep_moe.bench.serve import Answer, summary
 from ep_moe.cli import app
 from ep_moe.config import GroupConfig
@@ -41,6 +43,7 @@ from ep_moe.engines.transformers.decoding.passes import Logprob, RowsMade, RowsP
 from ep_moe.engines.transformers.decoding.sequences import BROKEN
 from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.launch import launch
+from ep_moe.placement import Placement
 from ep_moe.serving.access import AccessLog
 from ep_moe.serving.connections import LimitedConnection
 from ep_moe.serving.core import Leader, LeadRank, RemoteRanks, ServerEndedError, relay
@@ -1011,6 +1014,37 @@ def test_the_dashboard_asks_for_metrics_that_there_are(tokenizer: Any) -> None:
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_experts_that_move_take_their_tokens_along(tokenizer: Any) -> None:
+    """Tokens count for the ranks that had the experts when they came, and the metrics have what ranks report."""
+    limits = dataclasses.replace(LIMITS, num_ranks=2, placements=(Placement((0, 1, 2, 3), (0, 2, 4)),))
+    leader = Leader(mock.Mock(), limits)
+    metrics, status = Metrics(leader), RebalanceStatus(rebalances=2, declined=1, moved_experts=3, moved_bytes=500)
+    assert 'ep_moe_rebalance_state{state="off"} 1.0' in metrics.text().decode()
+    moved = (Placement((0, 3, 2, 1), (0, 2, 4)),)
+    for load, placements in (([6, 1, 1, 2], limits.placements), ([16, 3, 2, 5], moved), ([20, 6, 4, 6], moved)):
+        entries = status_entries(dataclasses.replace(status, state=RebalanceState.MOVING, seconds=len(str(load))))
+        made = [RowsMade(tokens=[], load=[load], rebalancing=entries, placements=placements) for _ in range(2)]
+        leader._report_load([made[0], dataclasses.replace(made[1], placements=())], 0.0)
+    assert leader.load == [[40, 12, 8, 12]]
+    assert leader.placements == moved
+    # before the move 38 and 14; behind it experts 0 and 3 are on rank 0
+    first, behind = (32 + 6, 4 + 10), (8 + 2, 6 + 4)
+    assert leader.rank_load == [[first[0] + behind[0], first[1] + behind[1]]]
+    assert leader.recent_rank_load == [[first[0] + behind[0] - 14, first[1] + behind[1] - 6]]
+    found = metrics.text().decode()
+    for line in (
+        'rebalances_total{outcome="complete"} 2.0',
+        'rebalances_total{outcome="declined"} 1.0',
+        'rebalances_total{outcome="failed"} 0.0',
+        "rebalance_experts_total 3.0",
+        "rebalance_bytes_total 1000.0",
+        'rebalance_state{state="moving"} 1.0',
+        'rebalance_state{state="off"} 0.0',
+        'rank_expert_tokens{rank="1"} 24.0',
+    ):
+        assert f"ep_moe_{line}\n" in found
+
+
 def test_the_live_page_shows_the_metrics(tokenizer: Any, tmp_path: Path) -> None:
     """16 streams that stand still while headless Chromium runs the page."""
     gate = threading.Event()

@@ -6,11 +6,11 @@ Letters: T tokens on this rank, H hidden, K top-k, E logical experts, M max_toke
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from ep_moe.balance import Rebalancer
+from ep_moe.balance import RebalanceStatus
 from ep_moe.config import Layout
 from ep_moe.engines.transformers.experts import ExpertsModule, activation_of, are_views, state_of, weights_of
 from ep_moe.experts import create_experts
@@ -96,6 +96,27 @@ class LocalExperts:
         return local_moe(hidden_states, routing, weights, self._experts, layout=self._layout)
 
 
+class SteppedRebalancer(Protocol):
+    """A `Rebalancer`, or one that begins at other times."""
+
+    @property
+    def status(self) -> RebalanceStatus:
+        """What has been done so far."""
+        ...
+
+    def step(self) -> None:
+        """Called between two forward passes, on all ranks."""
+        ...
+
+    def finish(self) -> None:
+        """End the rebalance that is under way, if there is one. Collective."""
+        ...
+
+    def destroy(self) -> None:
+        """Free its memory; placements stay."""
+        ...
+
+
 class Session:
     """The expert-parallel state of a model, `model.ep_moe`.
 
@@ -109,7 +130,7 @@ class Session:
         decoder: the `Decoder` of `ep_moe.engines.transformers.decoding`, None until it is needed.
         logged: messages about decoding that have been logged.
         why_own_routers: the reason why the model keeps its own routers, "" if ours route.
-        rebalancer: moves experts between passes, None if nothing does; `destroy` ends it.
+        rebalancer: a `Rebalancer` that moves experts between passes, None if nothing does; `destroy` ends it.
         decode_experts: a function that experts modules call in place of their layers, set by `decoding`.
     """
 
@@ -125,7 +146,7 @@ class Session:
         self.logged: set[str] = set()
         self.why_own_routers = ""
         self.decode_experts: DecodeExperts | None = None
-        self.rebalancer: Rebalancer | None = None
+        self.rebalancer: SteppedRebalancer | None = None
 
     @property
     def expert_load(self) -> torch.Tensor:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ep_moe.placement import Placement
+
 LEAST_CAPACITY = 64
 
 
@@ -122,6 +124,8 @@ class RowsMade:
         prompts: of the chunks that asked for them, of the prompt's tokens behind each of the chunk's.
         ended: rows (or chunks) whose grammar ends them behind these tokens: "" for a complete text, else what is wrong.
         load: [layer][expert], this rank's tokens that went to each expert so far; empty if not asked for.
+        rebalancing: with `load`, the entries of this rank's `RebalanceStatus`; empty without a rebalancer.
+        placements: of rank 0, with `load`, which rank has which expert by layer; empty without a rebalancer.
     """
 
     tokens: list[list[int]]
@@ -129,6 +133,8 @@ class RowsMade:
     prompts: dict[int, list[Logprob]] = dataclasses.field(default_factory=dict)
     ended: dict[int, str] = dataclasses.field(default_factory=dict)
     load: list[list[int]] = dataclasses.field(default_factory=list)
+    rebalancing: dict[str, Any] = dataclasses.field(default_factory=dict)
+    placements: tuple[Placement, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

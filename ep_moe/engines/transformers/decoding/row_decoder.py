@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ep_moe.balance.reports import status_entries
 from ep_moe.engines.transformers.decoding.adjust import MOST_PROMPT_LOGITS, prompt_logprobs
 from ep_moe.engines.transformers.decoding.decoder import Chunk, Decoder
 from ep_moe.engines.transformers.decoding.finite import check_finite, first_not_finite
@@ -85,8 +86,15 @@ class RowDecoder:
 
     def run(self, plan: RowsPlan) -> RowsMade:
         """Carry out this rank's part of a plan. Collective, host sync."""
-        made = self._run(plan)
-        return dataclasses.replace(made, load=self._session.expert_load.tolist()) if plan.load else made
+        made, session = self._run(plan), self._session
+        if not plan.load:
+            return made
+        made = dataclasses.replace(made, load=session.expert_load.tolist())
+        if session.rebalancer is None:
+            return made
+        # rank 0's answer stays on its machine, and nothing else tells the front end of a new placement
+        placements = session.placements if session.group.rank == 0 else ()
+        return dataclasses.replace(made, rebalancing=status_entries(session.rebalancer.status), placements=placements)
 
     @torch.inference_mode()
     def _run(self, plan: RowsPlan) -> RowsMade:
