@@ -1,5 +1,5 @@
 """The command line: ep-moe run | generate | eval | serve | quantize | tune | plan | balance, and ep-moe bench layer |
-transport | balance | model | experts | formats | calls | serve | report.
+transport | balance | moving | model | experts | formats | calls | serve | report.
 
 Results go to standard output, progress and errors to standard error. torch is imported by the commands that need it,
 and transformers by the ranks alone, whose entry points are dotted names: each takes seconds.
@@ -54,6 +54,7 @@ from ep_moe.bench.configs import (
     FormatsBenchConfig,
     LayerBenchConfig,
     ModelBenchConfig,
+    MovingBenchConfig,
     ServeBenchConfig,
     TransportBenchConfig,
 )
@@ -542,6 +543,19 @@ def bench_balance_command(engine: EngineConfig, config: BalanceBenchConfig, file
     if config.plot is not None and is_first_rank():
         report.draw_bench_loads(config.plot, made)
     return made
+
+
+@bench_app.command("moving", cls=Command)
+@_job(show_rows, _BENCH_ENGINE, (*_OF_MODELS, "placement", "max_tokens_per_rank", *_ON_RAY), _NO_CHECKPOINT)
+def bench_moving_command(engine: EngineConfig, config: MovingBenchConfig, file: RowsFile) -> dict[str, Any]:
+    """Check and time decode-like steps while experts move.
+
+    Beside the same steps without.
+    """
+    _check_scheme(engine)
+    if _num_ranks(engine) == 1:
+        raise ValueError("nproc (1): experts move between 2 ranks or more")
+    return _measure("ep_moe.bench.moving:moving_rank_main", engine, config, file)
 
 
 @bench_app.command("model", cls=Command)

@@ -274,6 +274,23 @@ class BalanceBenchConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MovingBenchConfig:
+    """Measurements of `ep-moe bench moving`. Errors: ValueError names the value and the limit."""
+
+    preset: Annotated[str, Field(help="Sizes", choices=LAYER_PRESETS)] = "deepseek-v3"
+    layers: Annotated[int, Field(help="MoE layers of a step", at_least=1)] = 2
+    tokens: Annotated[int, Field(help="Tokens per rank in a step", at_least=1)] = 128
+    redundant_experts: Annotated[int, Field(help="Copies of experts in each layer", at_least=0)] = 0
+    every: Annotated[int, Field(help="Steps from one rebalance, and one load, to the next", at_least=1)] = 50
+    steps: Annotated[int, Field(help="Timed steps, with and without moving", at_least=1)] = 500
+    seed: Annotated[int, Field(help="Seed of experts and tokens", at_least=0)] = 0
+    sample_rows: Annotated[int, Field(help="Tokens per rank whose results are checked", at_least=1)] = 4
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ModelBenchConfig:
     """Measurements of `ep-moe bench model`. Errors: ValueError names the value and the limit."""
 

@@ -39,6 +39,7 @@ from ep_moe.bench.configs import (
     FormatsBenchConfig,
     LayerBenchConfig,
     ModelBenchConfig,
+    MovingBenchConfig,
     TransportBenchConfig,
 )
 from ep_moe.cli import app
@@ -242,6 +243,7 @@ CONFIGS = {
     "bench layer": (LayerBenchConfig, RowsFile, EngineConfig),
     "bench balance": (BalanceBenchConfig, RowsFile, EngineConfig),
     "bench transport": (TransportBenchConfig, RowsFile, EngineConfig),
+    "bench moving": (MovingBenchConfig, RowsFile, EngineConfig),
     "bench model": (ModelBenchConfig, RowsFile, EngineConfig),
     "bench experts": (ExpertsBenchConfig, RowsFile, EngineConfig),
     "bench formats": (FormatsBenchConfig, RowsFile, EngineConfig),
