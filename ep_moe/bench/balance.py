@@ -201,6 +201,6 @@ class _Case:
         figures["balancedness_ratio"] = balancedness([self.rank_rows[name]])
         if name == OURS:
             self._ours_us = figures["call_us"]
-        else:
+        elif name == EVEN:
             figures["time_ratio"] = self._ours_us / figures["call_us"]
         return figures

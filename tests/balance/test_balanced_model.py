@@ -14,8 +14,10 @@ from ep_moe.app.balance import BalancePlanConfig, RecordConfig, balance_plan, re
 from ep_moe.app.placements import check_model, model_sizes, placements_for
 from ep_moe.app.start import SHIPPED_MODEL
 from ep_moe.balance import RecordedLoad, plan_placement, read_placements
+from ep_moe.balance.rebalancer import RebalanceStatus
 from ep_moe.config import EngineConfig
 from ep_moe.engines.transformers import GenerationOptions, from_pretrained, generate
+from ep_moe.engines.transformers.decoding import by_transformers
 from ep_moe.group import EPGroup
 from ep_moe.launch import launch
 from ep_moe.placement import Placement
@@ -23,6 +25,45 @@ from ep_moe.placement import Placement
 NEAR = 2e-5  # logits of placements, which sum a token's experts in other orders
 SIZES = model_sizes(EngineConfig())
 RANDOM = torch.randint(0, 1000, (SIZES.num_layers, SIZES.num_experts), generator=torch.Generator().manual_seed(3))
+
+
+class CountedSteps:
+    """In place of a rebalancer: counts its steps."""
+
+    status, steps, destroyed = RebalanceStatus(), 0, False
+
+    def step(self) -> None:
+        self.steps += 1
+
+    def finish(self) -> None:
+        raise AssertionError("nothing is under way")
+
+    def destroy(self) -> None:
+        self.destroyed = True
+
+
+def steps_of(group: EPGroup) -> list[int]:
+    """Steps of this rank in generations by passes and by transformers' loop; one rank has no prompts, others differ."""
+    model = from_pretrained(SHIPPED_MODEL, group, dtype=torch.float32, max_tokens_per_rank=16)
+    session, counted, found = model.ep_moe, CountedSteps(), []
+    session.rebalancer = counted
+    options = GenerationOptions(max_new_tokens=4 + 2 * group.rank, end_ids=(32,))
+    for run in (generate, by_transformers):
+        prompts = torch.randint(1, 255, (2 * group.rank, 9 + 4 * group.rank))
+        more = (None, options, lambda count: None) if run is by_transformers else (options,)
+        run(model, prompts[: 1 if run is by_transformers else None], *more)
+        found.append(counted.steps)
+    session.destroy()
+    assert counted.destroyed
+    return found
+
+
+def test_all_ranks_step_alike() -> None:
+    """A prompt of one rank takes as many steps of the other, also once that one has ended."""
+    first, second = launch(steps_of, num_ranks=2, device="cpu")
+    assert first == second
+    assert first[0] >= 2 + 1  # two prefills, and a pass
+    assert first[1] > first[0]
 
 
 def run_models(group: EPGroup, *placements: Any) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
