@@ -163,13 +163,12 @@ class _MovingBench:
         found = status_of_ranks(ranks)
         if found["last_error"]:
             raise RuntimeError(f"a rebalance failed: {found['last_error']}")
-        positions = sum(tensor.nbytes for tensor in self._layers[0].weights.tensors())
         figures = self._spread(steps, "") | {
             "rebalances_count": found["rebalances"],
             "moved_experts_count": found["moved_experts"],
             "moved_bytes": found["moved_bytes"],
             "last_rebalance_ms": found["seconds"] * 1e3,
-            "layer_bytes": positions,
+            "allowed_bytes": rebalancer.max_bytes,
         }
         moving, others = ([us for us, on in zip(steps, active, strict=True) if on is state] for state in (True, False))
         figures |= self._spread(moving, "moving_") if moving else {}

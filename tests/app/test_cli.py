@@ -104,7 +104,12 @@ def test_the_main_job(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
     assert report["tokens_equal"]
     assert report["max_logit_diff"] < 1e-4
     assert report["teacher_tokens"] == 256
-    assert [rank["experts"] for rank in report["ranks"]] == [list(range(r * 4, r * 4 + 4)) for r in range(4)]
+    assert sorted(expert for rank in report["ranks"] for expert in rank["experts"]) == [*range(16)]
+    moved = report["rebalancing"]
+    assert (moved["state"], moved["rebalances"], moved["last_error"]) == ("idle", 1, "")
+    assert moved["moved_experts"] > 0
+    assert moved["moved_bytes"] == moved["moved_experts"] * 3 * 256 * 128 * 4
+    assert moved["balancedness_before"] + 0.02 < moved["balancedness_after"] <= 1
     assert [rank["new_tokens"] for rank in report["ranks"]] == [16, 12, 14, 10]
     tokens = sum(len(rank["prompt"]) + rank["new_tokens"] - 1 for rank in report["ranks"]) + 256
     assert [sum(layer) for layer in report["expert_load"]] == [4 * tokens] * 4

@@ -67,3 +67,17 @@ def test_rows_of_named_and_recorded_loads(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     # all experts on both ranks: each rank computes its own tokens
     assert report["rank_load"][1] == report["rank_load"][3] == [160, 160]
+
+
+def test_steps_while_experts_move(tmp_path: Path) -> None:
+    options = ["--preset", "tiny", "--tokens", "12", "--every", "20", "--steps", "60", "--layers", "2", "--json"]
+    done = bench("moving", *options, cwd=tmp_path)
+    assert done.exit_code == 0, done.stderr
+    [row] = json.loads(done.stdout)["rows"]
+    figures, still = row["figures"], row["baselines"]["without_moving"]
+    assert 1 <= figures["rebalances_count"] <= 4
+    assert figures["moved_bytes"] == figures["moved_experts_count"] * 3 * 256 * 128 * 2 > 0
+    assert figures["allowed_bytes"] == 8 * 3 * 256 * 128 * 2
+    assert max(figures["worst_row_error"], still["worst_row_error"]) < row["row_error_limit"]
+    assert 0 < figures["moving_step_us"] <= figures["moving_step_max_us"] <= figures["step_max_us"]
+    assert still["speedup_ratio"] == still["step_us"] / figures["step_us"]

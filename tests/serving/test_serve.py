@@ -57,8 +57,9 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server on two ranks of two rows, of the shipped model."""
-    with started(tmp_path_factory.mktemp("server")) as found:
+    """A server on two ranks of two rows, of the shipped model, which move experts all the time."""
+    moving = "--rebalance", "every:8", "--rebalance-min-gain", "0"
+    with started(tmp_path_factory.mktemp("server"), *moving) as found:
         yield found
 
 
