@@ -139,6 +139,17 @@ def test_answers_are_what_generate_says(server: Server, expected: list[str]) -> 
     assert [model.id for model in client.models.list()] == ["ep-moe"]
 
 
+def test_experts_move_and_answers_stay(server: Server, expected: list[str]) -> None:
+    for _ in range(20):
+        answer = server.client.completions.create(
+            model="ep-moe", prompt=PROMPTS[0], max_tokens=NEW_TOKENS, temperature=0
+        )
+        assert answer.choices[0].text == expected[0]
+        if any("rebalance of experts complete" in line for line in server.errors):
+            return
+    pytest.fail("no experts have moved")
+
+
 def test_answers_have_the_formats_that_were_asked_for(server: Server) -> None:
     """Two choices of a regular expression beside a stream that keeps to a schema; a keyword that is not known."""
     pytest.importorskip("llguidance")
