@@ -60,7 +60,7 @@ def check_on_rank(group: EPGroup, name: str, share: tuple[int, int]) -> dict[str
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("share", range(NUM_SHARES))
 @pytest.mark.parametrize("num_ranks", on_gpus(1, 2, 3, 4))
-@pytest.mark.parametrize("name", ["nvlink", "collective"])
+@pytest.mark.parametrize("name", ["nvlink", "collective", "gathered"])
 def test_carries_every_case(name: str, num_ranks: int, share: int) -> None:
     config, part = GroupConfig(timeout_secs=120), (share, NUM_SHARES)
     outcomes = launch(check_on_rank, name, part, num_ranks=num_ranks, config=config, device="cuda")
@@ -228,12 +228,57 @@ def call_after_warm_up(group: EPGroup, transport: str) -> list[str]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("transport", ["collective", "nvlink"])
+@pytest.mark.parametrize("transport", ["collective", "gathered", "nvlink"])
 @pytest.mark.parametrize("num_ranks", on_gpus(1, 2))
 def test_a_warmed_up_layer_compiles_nothing(num_ranks: int, transport: str) -> None:
     config = GroupConfig(timeout_secs=60)
     found = launch(call_after_warm_up, transport, num_ranks=num_ranks, config=config, device="cuda")
     assert found == [[]] * num_ranks
+
+
+def replay_gathered(group: EPGroup) -> list[str]:
+    """Replays with other tokens, ids and counts beside eager calls, then with bad ids on rank 1."""
+    device, rows, wrong = group.device, 48, []
+    layer, generator = random_layer(group, "gathered", max_tokens_per_rank=rows), torch.Generator(device)
+    generator.manual_seed(group.rank)
+    x, count = torch.empty(rows, 512, device=device).bfloat16(), torch.tensor([rows], dtype=torch.int32, device=device)
+    scores, ids = torch.rand(rows, 16, generator=generator, device=device).topk(4)
+
+    def call() -> torch.Tensor:
+        return layer.forward_routed(x, ids, scores, num_tokens=count)
+
+    graph = capture(call, device)
+    for turn in range(40):
+        x.normal_(generator=generator)
+        ids.copy_(torch.rand(rows, 16, generator=generator, device=device).topk(4).indices)
+        count.fill_((rows, 0, 1, 17)[(turn + group.rank) % 4])
+        found = graph.replayed().clone()
+        if not torch.equal(found, call()) or bool(found.isnan().any()):
+            wrong.append(f"turn {turn}")
+    count.fill_(rows)
+    good = ids[0, 0].clone()
+    if group.rank == 1:
+        ids[0, 0] = 16
+    lost = graph.replayed().clone()
+    ids[0, 0] = good
+    found = graph.replayed().clone()
+    try:
+        layer.transport.check()
+        wrong.append("no error")
+    except ValueError as error:
+        if "topk_ids has 1 ids outside [-1, num_experts (16)) on rank 1, such as 16" not in str(error):
+            wrong.append(str(error))
+    if not bool(lost.isnan().all()) or not torch.equal(found, call()):
+        wrong.append("bad ids, or the replay behind them")
+    layer.transport.check()
+    layer.transport.destroy()
+    return wrong
+
+
+@pytest.mark.parametrize("num_ranks", on_gpus(2, 4))
+def test_gathered_rounds_in_graphs(num_ranks: int) -> None:
+    config = GroupConfig(timeout_secs=60)
+    assert launch(replay_gathered, num_ranks=num_ranks, config=config, device="cuda") == [[]] * num_ranks
 
 
 def cross_slots(group: EPGroup, num_tokens: int) -> list[str]:

@@ -27,9 +27,7 @@ class GenerateConfig:
     seed: Annotated[int, Field(help="Seed of the sampling")] = 0
     decode_graphs: Annotated[
         bool | None,
-        Field(
-            help="Decode by CUDA graphs, by default on GPUs with transport nvlink or local; a log line tells why not"
-        ),
+        Field(help="Decode by CUDA graphs, by default on GPUs where the transport allows it; a log line tells why not"),
     ] = None
 
     def __post_init__(self) -> None:

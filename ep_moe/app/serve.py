@@ -53,9 +53,7 @@ class ServeConfig:
     ] = 4
     decode_graphs: Annotated[
         bool | None,
-        Field(
-            help="Decode by CUDA graphs, by default on GPUs with transport nvlink or local; a log line tells why not"
-        ),
+        Field(help="Decode by CUDA graphs, by default on GPUs where the transport allows it; a log line tells why not"),
     ] = None
 
     drain_secs: Annotated[

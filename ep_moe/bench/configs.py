@@ -307,7 +307,7 @@ class ModelBenchConfig:
     hook: Annotated[bool, Field(help="Plug our exchange into transformers' own too")] = False
     decode_graphs: Annotated[
         bool | None,
-        Field(help="Our own system decodes by CUDA graphs, by default on GPUs with transport nvlink or local"),
+        Field(help="Our own system decodes by CUDA graphs, by default on GPUs where the transport allows it"),
     ] = None
 
     def __post_init__(self) -> None:

@@ -16,7 +16,7 @@ from ep_moe.group import EPGroup
 from ep_moe.profiling.timing import Captured, capture, slowest, spread, time_calls
 from ep_moe.report.records import OURS, device_name, versions
 from ep_moe.testing import worst_row_error
-from ep_moe.transport import CollectiveTransport, HierarchicalTransport, LocalTransport, Transport
+from ep_moe.transport import CollectiveTransport, GatheredTransport, HierarchicalTransport, LocalTransport, Transport
 from ep_moe.transport.deepep import DeepEPTransport
 
 Row = dict[str, Any]
@@ -187,7 +187,8 @@ def implementation_name(implementation: object, known: Mapping[str, Any]) -> str
 def waits_on_host(transport: Transport, device: torch.device) -> bool:
     """True if the transport's rounds read back to the host, which no CUDA graph can capture. Local."""
     reads_back = isinstance(transport, LocalTransport) and device.type == "cuda"
-    return reads_back or isinstance(transport, (CollectiveTransport, HierarchicalTransport, DeepEPTransport))
+    waits = isinstance(transport, (CollectiveTransport, HierarchicalTransport, DeepEPTransport))
+    return reads_back or (waits and not isinstance(transport, GatheredTransport))
 
 
 def tell(group: EPGroup, text: str) -> None:

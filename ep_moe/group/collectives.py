@@ -57,11 +57,15 @@ def begin_all_to_all(
     )
 
 
-def begin_all_gather(group: EPGroup, everyone: torch.Tensor, mine: torch.Tensor) -> dist.Work:
-    """Begin to gather a tensor of every rank.
+def begin_all_gather(group: EPGroup, everyone: torch.Tensor, mine: torch.Tensor) -> dist.Work | None:
+    """Begin to gather a tensor of every rank; None, and a copy, for one rank without a process group.
 
     Args:
         everyone: written, [R * n, ...]. mine: [n, ...], of this shape and dtype on every rank; both contiguous.
     Errors: PeerLostError. Collective, no wait.
     """
+    if group.process_group is None:
+        group.check()
+        everyone.copy_(mine)
+        return None
     return begin(group, lambda: all_gather_single(everyone, mine, group=group.process_group, async_op=True))

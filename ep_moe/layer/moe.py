@@ -159,8 +159,8 @@ class ExpertParallelMoE(Layer):
         here; the other ranks get NaN for the tokens that they sent to it, and the next call works. RuntimeError once
         the transport or its group is destroyed, and from the backward pass, which is not supported.
         Collective: every rank calls it the same number of times, also with zero tokens. Under torch.compile it is one
-        operator, `ep_moe::layer`. `local` and `collective` read counts back to the host, `nvlink` does not and is safe
-        in CUDA graphs.
+        operator, `ep_moe::layer`. `local` and `collective` read counts back to the host; `nvlink` and `gathered` are
+        safe in CUDA graphs.
         """
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self._recorded(hidden_states, (router_logits,), num_tokens, max_num_tokens)

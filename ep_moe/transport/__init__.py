@@ -10,7 +10,7 @@ from ep_moe.group import EPGroup
 from ep_moe.group.symmetric import why_unreachable
 from ep_moe.placement import Placement
 from ep_moe.transport.base import Dispatched, Handle, Transport
-from ep_moe.transport.collective import CollectiveTransport
+from ep_moe.transport.collective import CollectiveTransport, GatheredTransport
 from ep_moe.transport.hierarchical import HierarchicalTransport
 from ep_moe.transport.local import LocalTransport
 
@@ -42,6 +42,7 @@ def _deepep_transport(group: EPGroup, placement: Placement, config: TransportCon
 TRANSPORTS: dict[str, Callable[[EPGroup, Placement, TransportConfig], Transport]] = {
     "local": LocalTransport,
     "collective": CollectiveTransport,
+    "gathered": GatheredTransport,
     "nvlink": functools.partial(_one_sided_transport, name="nvlink"),
     "hierarchical": HierarchicalTransport,
     "deepep": _deepep_transport,
@@ -95,6 +96,7 @@ __all__ = [
     "TRANSPORTS",
     "CollectiveTransport",
     "Dispatched",
+    "GatheredTransport",
     "Handle",
     "HierarchicalTransport",
     "LocalTransport",

@@ -62,7 +62,9 @@ def gather_headers(group: EPGroup, mine: torch.Tensor, round_: int) -> list[Head
     Errors: PeerLostError. Collective, one host sync.
     """
     everyone = mine.new_empty(group.num_ranks, mine.shape[0])
-    group.wait(begin_all_gather(group, everyone.view(-1), mine), phase="dispatch", round=round_)
+    work = begin_all_gather(group, everyone.view(-1), mine)
+    if work is not None:
+        group.wait(work, phase="dispatch", round=round_)
     return [Header(*words) for words in everyone.tolist()]
 
 

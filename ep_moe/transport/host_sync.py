@@ -1,4 +1,4 @@
-"""What transports share whose host reads the counts of a round: `local`, `collective`, `hierarchical` and `deepep`.
+"""What transports share that pack rows on arrival: `local`, `collective`, `gathered`, `hierarchical` and `deepep`.
 
 Letters: T tokens on this rank, K top-k, H hidden, R ranks, N received rows.
 """
@@ -62,12 +62,16 @@ class Tokens(NamedTuple):
     routing: Routing  # of T tokens
     sizes: RoundSizes
     layer: LayerTag
+    num_tokens: torch.Tensor | None = None  # on the device, if the host does not read it
 
     def quantized(self) -> torch.Tensor | Quantized:
         """`x` as the scheme sends it. It may run out of memory, so it comes before other ranks wait for this one."""
-        if self.sizes.scheme.payload.quantized and not isinstance(self.x, Quantized):
-            return quantize(self.x, self.sizes.scheme)
-        return self.x
+        x, payload = self.x, self.sizes.scheme.payload
+        if not payload.quantized or isinstance(x, Quantized):
+            return x
+        if self.num_tokens is not None and payload.granularity == "tensor":  # other rows have no part in the scale
+            x = x.masked_fill((torch.arange(len(x), device=x.device) >= self.num_tokens)[:, None], 0.0)
+        return quantize(x, self.sizes.scheme)
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -101,7 +105,7 @@ State = TypeVar("State", bound=OpenRound)
 class HostSyncTransport(Transport, Generic[State]):
     """Checks, slots, packing and the last sum of a transport; what moves between ranks is the subclass's.
 
-    A dispatch reads counts back to the host, so it cannot be captured in a CUDA graph.
+    A dispatch reads counts back to the host, so it cannot be captured in a CUDA graph; that of `gathered` does not.
     """
 
     _waiting = ""  # what waits for every rank, so that rounds do not continue without a lost one
@@ -139,6 +143,10 @@ class HostSyncTransport(Transport, Generic[State]):
     @abc.abstractmethod
     def _send_refusal(self, num_tokens: int, round_: int) -> None:
         """Send the other ranks the header of a refused round with so many tokens. Collective."""
+
+    def _reads_counts(self) -> bool:
+        """Whether the host reads `num_tokens`; else `_send` gets it with all rows."""
+        return True
 
     def _check_tokens(self, arguments: DispatchArguments) -> None:
         """Raise ValueError for bad input. Local."""
@@ -194,9 +202,10 @@ class HostSyncTransport(Transport, Generic[State]):
     def _checked(self, arguments: DispatchArguments) -> Tokens:
         """The tokens of a dispatch. Errors: ValueError. Local; host sync for `num_tokens`."""
         self._check_tokens(arguments)
-        x, routing, most = arguments.x, arguments.routing, arguments.max_num_tokens
-        if arguments.num_tokens is not None:
-            x, routing = first_tokens(x, routing, arguments.num_tokens, rank=self.rank)
+        x, routing, most, count = arguments.x, arguments.routing, arguments.max_num_tokens, arguments.num_tokens
+        if count is not None and self._reads_counts():
+            x, routing = first_tokens(x, routing, count, rank=self.rank)
+            count = None
         sizes = RoundSizes(
             num_rows=arguments.routing.topk_ids.shape[0],
             num_tokens=routing.topk_ids.shape[0],
@@ -204,7 +213,7 @@ class HostSyncTransport(Transport, Generic[State]):
             scheme=arguments.scheme,
             most=self.config.max_tokens_per_rank if most is None else most,
         )
-        return Tokens(x, routing, sizes, arguments.layer)
+        return Tokens(x, routing, sizes, arguments.layer, count)
 
     def dispatch_recv(self, *, slot: int = 0) -> Dispatched:
         """See `Transport.dispatch_recv`."""

@@ -39,7 +39,8 @@ from ep_moe.routing import Routing
 from ep_moe.routing.base import Options
 from ep_moe.routing.positions import PositionTable
 from ep_moe.routing.triton import route, to_physical
-from ep_moe.transport.collective.launchers import plan_send, write_rows
+from ep_moe.transport.collective.launchers import plan_send, read_messages, write_rows
+from ep_moe.transport.collective.messages import head_rows, header_of, new_kept
 from ep_moe.transport.headers import HEADER_WORDS
 from ep_moe.transport.layer_tag import LayerTag
 from ep_moe.transport.payload import RowFormat
@@ -363,6 +364,7 @@ def _rows(
     experts: int = 32,
     ids_dtype: torch.dtype = torch.int64,
     shared: bool = False,
+    in_graph: bool = False,
     excuses: Mapping[tuple[str, Rule], str] = NO_EXCUSES,
 ) -> Case:
     """A round from the router's ids to the combined output: 128 tokens per rank, by default of DeepSeek-V3."""
@@ -389,9 +391,21 @@ def _rows(
         if scheme.payload.quantized:
             scale = empty(scheme.payload.num_groups(hidden), num_tokens, dtype=scheme.payload.scale_dtype).t()
         tokens = x if scale is None else Quantized(values=x, scale=scale, scheme=scheme)
-        buffer, token_to_row = write_rows(
-            tokens, routing, plan, num_rows=ranks * num_tokens, row_bytes=row_format.row_bytes
-        )
+        buffer = empty(ranks * num_tokens, row_format.row_bytes, dtype=torch.uint8)
+        token_to_row = write_rows(tokens, routing, plan, buffer=buffer)
+        if in_graph:
+            head = head_rows(row_format)
+            messages = empty(ranks, head + num_tokens, row_format.row_bytes, dtype=torch.uint8)
+            plan_send(
+                routing.topk_ids,
+                owner,
+                fingerprint=1,
+                layer=LayerTag().words,
+                header=header_of(messages[0]),
+                num_tokens=empty(1, dtype=torch.int32),
+            )
+            own = {"rank": 1, "token_to_row": token_to_row[:, :1], "owner": owner}
+            read_messages(messages, row_format, head=head, kept=new_kept(ranks, torch.device("cpu")), **own)
         values, scale, received = row_format.read(buffer)
         ids, weights = merge_repeats(received.topk_ids, received.topk_weights, first=experts, last=2 * experts)
         packed = pack(
@@ -564,7 +578,7 @@ def _row_cases() -> list[Case]:
         _rows("rows nvfp4", "nvfp4", Layout.COMPACT, excuses=BYTES_APART),
         _rows("rows mxfp8 gpt-oss", "mxfp8", Layout.COMPACT, **gpt_oss, excuses=BYTES_APART),
         _rows("rows nvfp4 gpt-oss", "nvfp4", Layout.BATCHED, **gpt_oss, excuses=BYTES_APART),
-        _rows("rows fp8_token top 6", "fp8_token", Layout.COMPACT, topk=6),
+        _rows("rows fp8_token top 6", "fp8_token", Layout.COMPACT, topk=6, in_graph=True),
         _rows("rows bf16 gpt-oss", "none", Layout.COMPACT, **gpt_oss),
         _rows("rows fp8_block gpt-oss", "fp8_block", Layout.BATCHED, **gpt_oss),
         _rows("rows fp8_block of 3 ranks with 5 experts", "fp8_block", Layout.COMPACT, ranks=3, experts=5),

@@ -6,7 +6,7 @@ import torch
 from ep_moe.quant import Quantized, get_scheme
 from ep_moe.routing import Routing
 from ep_moe.testing import assert_same_bits, poisoned_memory
-from ep_moe.transport.collective import launchers, send_plan
+from ep_moe.transport.collective import launchers, messages, send_plan
 from ep_moe.transport.headers import HEADER_WORDS
 from ep_moe.transport.payload import RowFormat
 from interpreted.common import DEVICE, generator, random_payload
@@ -97,21 +97,21 @@ def test_rows(
     header = torch.empty(len(OWNERS[owners]), HEADER_WORDS, dtype=torch.int64)
     planned = send_plan.plan_send(ids, owner, fingerprint=1, layer=LAYER, header=header)
     row_format, num_rows = RowFormat.of(scheme, dtype, hidden, topk), int(header[:, 0].sum())
-    expected, expected_rows = send_plan.write_rows(row_format, sent, routing, planned, num_rows)
+    expected = torch.empty(num_rows, row_format.row_bytes, dtype=torch.uint8)
+    expected_rows = send_plan.write_rows(row_format, sent, routing, planned, expected)
     if isinstance(sent, Quantized):
         placed = Quantized(values=x.to(DEVICE), scale=sent.scale.to(DEVICE), scheme=scheme)
     else:
         placed = x.to(DEVICE)
     with poisoned_memory():
-        actual, rows = launchers.write_rows(
+        actual = torch.empty(num_rows, row_format.row_bytes, dtype=torch.uint8, device=DEVICE)
+        rows = launchers.write_rows(
             placed,
             Routing(topk_ids=ids.to(DEVICE), topk_weights=routing.topk_weights.to(DEVICE)),
             launchers.plan_send(ids.to(DEVICE), owner.to(DEVICE), fingerprint=1, layer=LAYER, header=header.to(DEVICE)),
-            num_rows=num_rows,
-            row_bytes=row_format.row_bytes,
+            buffer=actual,
         )
     assert_same_bits(rows, expected_rows, "token_to_row")
-    assert actual.shape == (num_rows, row_format.row_bytes)
     assert row_format.row_bytes % 64 == 0
     found, wanted = row_format.read(actual), row_format.read(expected)
     assert_same_bits(found[0], wanted[0], "values")
@@ -124,3 +124,62 @@ def test_rows(
     assert sorted(row.tolist()) == list(range(num_rows))
     assert_same_bits(found[0].cpu().view(torch.uint8)[row], x.view(torch.uint8)[token], "values of the tokens")
     assert_same_bits(found[2].topk_ids.cpu()[row], ids[token].int(), "ids of the tokens")
+
+
+@pytest.mark.parametrize("fault", ["", "ids", "num_tokens", "layer", "fingerprint"])
+@pytest.mark.parametrize(
+    ("hidden", "topk", "most", "counts"), [(16, 3, 40, (40, 0, 7)), (144, 1, 5, (2,)), (16, 9, 3, (3, 1))]
+)
+def test_messages(hidden: int, topk: int, most: int, counts: tuple[int, ...], fault: str) -> None:
+    """Messages of all ranks, of which the last is at fault, as rank 0 reads them, twice: the first headers are kept."""
+    num_ranks, num_physical, random = len(counts), 11, generator(f"{hidden} {fault}")
+    row_format = RowFormat.of(get_scheme("none"), torch.float32, hidden, topk)
+    owner = torch.arange(num_physical, dtype=torch.int32) % num_ranks
+    head, sent = messages.head_rows(row_format), []
+    with poisoned_memory():
+        everyone = torch.empty(num_ranks, head + most, row_format.row_bytes, dtype=torch.uint8)
+    for source, count in enumerate(counts):
+        at_fault, rows = source == num_ranks - 1, min(count + 1, most)
+        ids = make_ids(rows, topk, num_physical, torch.int64, "holes")
+        if fault == "ids" and at_fault:
+            ids[0, 0] = num_physical
+        options = {
+            "fingerprint": 7 + (fault == "fingerprint" and at_fault),
+            "layer": (3, fault == "layer" and at_fault),
+        }
+        live = torch.tensor([-1 if fault == "num_tokens" and at_fault else count], dtype=torch.int32)
+        with poisoned_memory():
+            on_device = torch.empty(1, HEADER_WORDS, dtype=torch.int64, device=DEVICE)
+            to_all = torch.zeros_like(owner)
+            plan = send_plan.plan_send(
+                ids, to_all, header=messages.header_of(everyone[source]), num_tokens=live, **options
+            )
+            launched = launchers.plan_send(
+                ids.to(DEVICE), to_all.to(DEVICE), header=on_device, num_tokens=live.to(DEVICE), **options
+            )
+        assert_same_bits(on_device.cpu(), messages.header_of(everyone[source]), "header")
+        assert_same_bits(launched.token_to_row().cpu(), plan.token_to_row(), "token_to_row")
+        x, weights = torch.rand(rows, hidden, generator=random), torch.rand(rows, topk, generator=random)
+        routing = Routing(topk_ids=ids, topk_weights=weights)
+        sent.append(send_plan.write_rows(row_format, x, routing, plan, everyone[source, head:]))
+    own: dict[str, torch.Tensor] = {"token_to_row": sent[0], "owner": owner}
+    kept, found_kept = (messages.new_kept(num_ranks, torch.device(device)) for device in ("cpu", DEVICE))
+    for _ in range(2):
+        expected = messages.read_messages(everyone, row_format, rank=0, head=head, kept=kept, **own)
+        with poisoned_memory():
+            found = launchers.read_messages(
+                everyone.to(DEVICE),
+                row_format,
+                rank=0,
+                head=head,
+                kept=found_kept,
+                **{name: tensor.to(DEVICE) for name, tensor in own.items()},
+            )
+        for name, mine, wanted in zip(("ids", "columns"), found, expected, strict=True):
+            assert_same_bits(mine.cpu(), wanted, name)
+        bad = fault in ("ids", "num_tokens") or (fault != "" and num_ranks > 1)
+        assert bool(expected[1][:, -1].ge(0).all()) == bad
+        assert bool((expected[0] >= 0).any()) == (not bad)
+        assert_same_bits(found_kept.cpu()[:-1], kept[:-1], "kept headers")
+        assert bool(found_kept[-1, 0]) == bool(kept[-1, 0]) == bad
+        messages.header_of(everyone[0])[0, 5] += 1  # which only a kept header shows

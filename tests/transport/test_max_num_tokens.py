@@ -34,7 +34,7 @@ def take_turns(group: EPGroup, transport_name: str) -> list[str]:
                 wrong.append(f"{layout.value}, {bound}")
             if device.type == "cuda":
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's thread asks for events
                     found = layer.forward_routed(x, ids, scores, max_num_tokens=bound)
                 graphs.append((bound, graph, found))
         for turn in range(2 * len(graphs)):
@@ -53,10 +53,12 @@ def take_turns(group: EPGroup, transport_name: str) -> list[str]:
 @pytest.mark.multigpu
 @pytest.mark.skipif(num_gpu_ranks() < 2, reason="needs 2 GPUs")
 @pytest.mark.timeout(600)
-def test_bounds_take_turns_in_graphs() -> None:
+@pytest.mark.parametrize("transport", ["nvlink", "gathered"])
+def test_bounds_take_turns_in_graphs(transport: str) -> None:
     config = GroupConfig(timeout_secs=60)
-    assert launch(take_turns, "nvlink", num_ranks=2, config=config, device="cuda") == [[], []]
+    assert launch(take_turns, transport, num_ranks=2, config=config, device="cuda") == [[], []]
 
 
-def test_bounds_give_the_same_bits() -> None:
-    assert launch(take_turns, "collective", num_ranks=2, device="cpu") == [[], []]
+@pytest.mark.parametrize("transport", ["collective", "gathered"])
+def test_bounds_give_the_same_bits(transport: str) -> None:
+    assert launch(take_turns, transport, num_ranks=2, device="cpu") == [[], []]

@@ -21,6 +21,7 @@ from ep_moe.transport import TRANSPORTS, create_transport
 # the checks of each number of ranks, (i, n) for every n-th from the i-th on; the others of 2 and 4 ranks are `matrix`
 SHARES = {("local", 1): (0, 1), ("collective", 1): (0, 1), ("collective", 2): (0, 3), ("collective", 3): (0, 1)}
 SHARES["collective", 4] = 1, 3
+SHARES |= {("gathered", 1): (0, 4), ("gathered", 2): (1, 3), ("gathered", 3): (0, 3)}
 
 
 def checks_of(num_ranks: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Send side of the collective transport: destination ranks of each token, headers, and rows as bytes.
+"""Kernels of the collective transport: destination ranks of each token, headers, rows as bytes, and what ranks sent.
 
 Letters: T tokens on this rank, K top-k, R ranks, P physical experts, B blocks of TOKENS tokens each, G scale groups.
 """
@@ -26,6 +26,7 @@ def _find_destinations_kernel(
     owner_ptr,  # [P] int32, the rank of each physical expert
     place_ptr,  # [T, R] int32, out: the token's index among those of its block that go to the rank, -1 none
     counts_ptr,  # [2 * B * R + 2 * B] int32, out: tokens and (token, expert) pairs [B, R], bad ids and one of them [B]
+    live_ptr,  # [1] int32, how many rows are tokens; None for all T
     num_tokens,
     num_physical,
     ids_stride,
@@ -38,7 +39,10 @@ def _find_destinations_kernel(
     """Find the destination ranks of each token of a block, counting a rank and an expert once; skip bad ids."""
     block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     token = block * TOKENS + tl.arange(0, TOKENS)
-    is_token = token < num_tokens
+    is_row = token < num_tokens
+    is_token = is_row
+    if live_ptr is not None:
+        is_token = is_row & (token < tl.load(live_ptr))
     rank, column = tl.arange(0, RANKS)[None, :], tl.arange(0, COLUMNS)[None, :]
     inside = is_token[:, None] & (column < K)
     ids = tl.load(ids_ptr + token[:, None] * ids_stride + column, mask=inside, other=-1)
@@ -54,7 +58,7 @@ def _find_destinations_kernel(
         pairs += (owner[:, None] == rank).to(tl.int32)
     goes = tl.minimum(pairs, 1)
     place = tl.where(goes > 0, tl.cumsum(goes, 0) - 1, -1)
-    tl.store(place_ptr + token[:, None] * R + rank, place, mask=is_token[:, None] & (rank < R))
+    tl.store(place_ptr + token[:, None] * R + rank, place, mask=is_row[:, None] & (rank < R))
     to = tl.arange(0, RANKS)
     tl.store(counts_ptr + block * R + to, tl.sum(goes, 0), mask=to < R)
     tl.store(counts_ptr + (blocks + block) * R + to, tl.sum(pairs, 0), mask=to < R)
@@ -68,6 +72,7 @@ def _write_header_kernel(
     counts_ptr,  # [2 * B * R + 2 * B] int32, as `_find_destinations_kernel` leaves it
     block_start_ptr,  # [B, R] int32, out: the first row of the send buffer that a block's tokens for a rank take
     header_ptr,  # [R, WORDS] int64, out: see above
+    live_ptr,  # as in `_find_destinations_kernel`
     num_blocks,
     num_tokens,
     fingerprint: tl.int64,
@@ -103,9 +108,13 @@ def _write_header_kernel(
         row += tl.sum(count, 0)
     word_ptr = header_ptr + rank * WORDS
     zero = tl.zeros([RANKS], tl.int64)
+    refused, live = zero, num_tokens
+    if live_ptr is not None:
+        live = tl.load(live_ptr)
+        refused = zero + ((live < 0) | (live > num_tokens)).to(tl.int64)
     tl.store(word_ptr + ROWS, tokens.to(tl.int64), mask=rank < R)
-    tl.store(word_ptr + NUM_TOKENS, zero + num_tokens, mask=rank < R)
-    tl.store(word_ptr + REFUSED, zero, mask=rank < R)
+    tl.store(word_ptr + NUM_TOKENS, zero + live, mask=rank < R)
+    tl.store(word_ptr + REFUSED, refused, mask=rank < R)
     tl.store(word_ptr + BAD_IDS, zero + tl.sum(bad, 0), mask=rank < R)
     tl.store(word_ptr + FINGERPRINT, zero + fingerprint, mask=rank < R)
     tl.store(word_ptr + PAIRS, pairs.to(tl.int64), mask=rank < R)
@@ -170,3 +179,65 @@ def _write_rows_kernel(
                 tl.store(row_scale_ptr + group, scale, mask=(group < G) & leads)
             tl.store(row_ptr + IDS + column, ids, mask=(column < K) & leads)
             tl.store(row_ptr + IDS + K + column, weights, mask=(column < K) & leads)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_physical"])
+def _read_messages_kernel(
+    messages_ptr,  # [R, HEAD + num_rows] rows of ROW_WORDS int32 words: a rank's header in HEAD rows, then its tokens
+    headers_ptr,  # the same memory as int64 words
+    token_to_row_ptr,  # [T] int32, a token's row in this rank's message, -1 none
+    owner_ptr,  # [P] int32, the rank of each physical expert
+    kept_ptr,  # [R + 1, WORDS] int64: the headers of the first bad round, and whether there is one
+    ids_ptr,  # [R * (HEAD + num_rows), K] int32, out: physical ids of the rows that are tokens, else -1
+    columns_ptr,  # [T, R + 1] int32, out: a token's rows in what comes back, -1 none; the last names the row of NaN
+    num_rows,
+    num_tokens,
+    num_physical,
+    OWN: tl.constexpr,  # this rank
+    HEAD: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
+    IDS: tl.constexpr,  # the place of a row's ids in words
+    R: tl.constexpr,
+    RANKS: tl.constexpr,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WORDS: tl.constexpr,
+    ROWS_AT_ONCE: tl.constexpr,
+):
+    """Leave out rows that are no tokens, and all rows of a round whose headers do not go together, which gives NaN."""
+    height = HEAD + num_rows
+    block = tl.program_id(0).to(tl.int64) * ROWS_AT_ONCE + tl.arange(0, ROWS_AT_ONCE)
+    rank, column = tl.arange(0, RANKS), tl.arange(0, COLUMNS)
+    is_rank = rank < R
+    stride = height.to(tl.int64) * (ROW_WORDS // 2)
+    word_ptr = headers_ptr + rank * stride
+    own_ptr = headers_ptr + OWN * stride
+    odd = tl.load(word_ptr + REFUSED, mask=is_rank, other=0) | tl.load(word_ptr + BAD_IDS, mask=is_rank, other=0)
+    odd = (odd != 0) | (tl.load(word_ptr + FINGERPRINT, mask=is_rank, other=0) != tl.load(own_ptr + FINGERPRINT))
+    odd |= tl.load(word_ptr + LAYER, mask=is_rank, other=0) != tl.load(own_ptr + LAYER)
+    odd |= tl.load(word_ptr + SETTINGS, mask=is_rank, other=0) != tl.load(own_ptr + SETTINGS)
+    bad = tl.max((odd & is_rank).to(tl.int32), 0)
+    source, row = block // height, block % height
+    count = tl.load(headers_ptr + source * stride + ROWS, mask=source < R, other=0)
+    is_token = (row >= HEAD) & (row - HEAD < count) & (bad == 0)
+    inside = (source < R)[:, None] & (column < K)[None, :]
+    ids = tl.load(
+        messages_ptr + block[:, None] * ROW_WORDS + IDS + column[None, :], mask=inside & is_token[:, None], other=-1
+    )
+    tl.store(ids_ptr + block[:, None] * K + column[None, :], ids, mask=inside)
+    place = tl.load(token_to_row_ptr + block, mask=block < num_tokens, other=-1)
+    own_row_ptr = messages_ptr + (OWN * height.to(tl.int64) + HEAD + place) * ROW_WORDS + IDS
+    has = tl.zeros([ROWS_AT_ONCE, RANKS], tl.int1)
+    for k in range(K):
+        expert = tl.load(own_row_ptr + k, mask=place >= 0, other=-1)
+        owner = tl.load(owner_ptr + expert, mask=(expert >= 0) & (expert < num_physical), other=-1)
+        has |= owner[:, None] == rank[None, :]
+    rows = tl.where(has, rank[None, :] * height + HEAD + place[:, None], -1)
+    rows = tl.where(rank[None, :] == R, tl.where(bad != 0, R * height, -1), rows)
+    inside = (block < num_tokens)[:, None] & (rank <= R)[None, :]
+    tl.store(columns_ptr + block[:, None] * (R + 1) + rank[None, :], rows, mask=inside)
+    if (tl.program_id(0) == 0) & (bad != 0):
+        if tl.load(kept_ptr + R * WORDS) == 0:
+            for word in tl.static_range(WORDS):
+                tl.store(kept_ptr + rank * WORDS + word, tl.load(word_ptr + word, mask=is_rank), mask=is_rank)
+            tl.store(kept_ptr + R * WORDS, 1)

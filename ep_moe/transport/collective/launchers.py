@@ -1,4 +1,5 @@
-"""Launchers of the Triton kernels that plan and write the send buffer. Run on a CPU under TRITON_INTERPRET=1.
+"""Launchers of the Triton kernels that plan and write the send buffer, and read messages of a fixed size. They run on a
+CPU under TRITON_INTERPRET=1.
 
 Letters: T tokens on this rank, K top-k, R ranks, P physical experts, G scale groups.
 """
@@ -6,29 +7,41 @@ Letters: T tokens on this rank, K top-k, R ranks, P physical experts, G scale gr
 import torch
 import triton
 
-from ep_moe.kernels.rows.wire import _find_destinations_kernel, _write_header_kernel, _write_rows_kernel
+from ep_moe.kernels.rows.wire import (
+    _find_destinations_kernel,
+    _read_messages_kernel,
+    _write_header_kernel,
+    _write_rows_kernel,
+)
 from ep_moe.layout.triton import UNIT_WORDS, as_words, copy_block, row_unit
 from ep_moe.quant import Quantized, as_bytes
 from ep_moe.routing import Routing
 from ep_moe.transport.headers import HEADER_WORDS
-from ep_moe.transport.payload import SendPlan
+from ep_moe.transport.payload import WORD_BYTES, RowFormat, SendPlan
 
 _PLACES = 2048  # (token, rank) pairs per program
 _SUMMED_COUNTS = 2048  # counts that are summed at a time
+_READ_ROWS = 32  # rows of messages per program
 
 
 def plan_send(
-    topk_ids: torch.Tensor, owner: torch.Tensor, *, fingerprint: int, layer: tuple[int, int], header: torch.Tensor
+    topk_ids: torch.Tensor,
+    owner: torch.Tensor,
+    *,
+    fingerprint: int,
+    layer: tuple[int, int],
+    header: torch.Tensor,
+    num_tokens: torch.Tensor | None = None,
 ) -> SendPlan:
     """`ep_moe.transport.collective.send_plan.plan_send` in two launches. Local, on the current stream, no host sync."""
     if topk_ids.stride(1) != 1:
         topk_ids = topk_ids.contiguous()
-    (num_tokens, num_topk), num_ranks, device = topk_ids.shape, header.shape[0], topk_ids.device
+    (num_rows, num_topk), num_ranks, device = topk_ids.shape, header.shape[0], topk_ids.device
     ranks, columns = triton.next_power_of_2(num_ranks), triton.next_power_of_2(num_topk)
     tokens = min(max(_PLACES // max(ranks, columns), 1), 128)
-    blocks = triton.cdiv(num_tokens, tokens)
+    blocks = triton.cdiv(num_rows, tokens)
     plan = SendPlan(
-        place=torch.empty(num_tokens, num_ranks, dtype=torch.int32, device=device),
+        place=torch.empty(num_rows, num_ranks, dtype=torch.int32, device=device),
         block_start=torch.empty(blocks, num_ranks, dtype=torch.int32, device=device),
         block_tokens=tokens,
     )
@@ -41,6 +54,7 @@ def plan_send(
                 plan.place,
                 counts,
                 num_tokens,
+                num_rows,
                 owner.shape[0],
                 topk_ids.stride(0),
                 R=num_ranks,
@@ -53,8 +67,9 @@ def plan_send(
             counts,
             plan.block_start,
             header,
-            blocks,
             num_tokens,
+            blocks,
+            num_rows,
             fingerprint,
             *layer,
             R=num_ranks,
@@ -65,9 +80,7 @@ def plan_send(
     return plan
 
 
-def write_rows(
-    x: torch.Tensor | Quantized, routing: Routing, plan: SendPlan, *, num_rows: int, row_bytes: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def write_rows(x: torch.Tensor | Quantized, routing: Routing, plan: SendPlan, *, buffer: torch.Tensor) -> torch.Tensor:
     """`ep_moe.transport.collective.send_plan.write_rows` in one launch. Local, on the current stream, no host sync."""
     values, scale = (x.values, as_bytes(x.scale)) if isinstance(x, Quantized) else (x, None)
     words, unit, ids, weights = as_words(values), row_unit(values), routing.topk_ids, routing.topk_weights
@@ -77,10 +90,9 @@ def write_rows(
         weights = weights.contiguous()
     (num_tokens, num_ranks), num_topk = plan.place.shape, ids.shape[1]
     groups = 0 if scale is None else scale.shape[1]
-    buffer = torch.empty(num_rows, row_bytes, dtype=torch.uint8, device=words.device)
     token_to_row = torch.empty_like(plan.place)
     if num_tokens == 0:
-        return buffer, token_to_row
+        return token_to_row
     copied, num_warps = copy_block(words.shape[1])
     with torch.cuda.device_of(words):
         _write_rows_kernel[(num_tokens, triton.cdiv(words.shape[1], copied))](
@@ -103,7 +115,7 @@ def write_rows(
             VALUE_WORDS=words.shape[1],
             UNIT=unit,
             SCALE_BYTES=4 if scale is None else scale.element_size(),
-            ROW_UNITS=row_bytes // (4 * UNIT_WORDS),
+            ROW_UNITS=buffer.shape[1] // (4 * UNIT_WORDS),
             WORDS=copied,
             G=groups,
             GROUPS=triton.next_power_of_2(max(groups, 1)),
@@ -111,4 +123,46 @@ def write_rows(
             COLUMNS=triton.next_power_of_2(num_topk),
             num_warps=num_warps,
         )
-    return buffer, token_to_row
+    return token_to_row
+
+
+def read_messages(
+    messages: torch.Tensor,
+    row_format: RowFormat,
+    *,
+    rank: int,
+    head: int,
+    token_to_row: torch.Tensor,
+    owner: torch.Tensor,
+    kept: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ep_moe.transport.collective.messages.read_messages` in one launch. Local, on the current stream, no host
+    sync."""
+    (num_ranks, height, row_bytes), num_tokens = messages.shape, token_to_row.shape[0]
+    num_topk, rows, device = row_format.num_topk, num_ranks * height, messages.device
+    ids = torch.empty(rows, num_topk, dtype=torch.int32, device=device)
+    columns = torch.empty(num_tokens, num_ranks + 1, dtype=torch.int32, device=device)
+    with torch.cuda.device_of(messages):
+        _read_messages_kernel[(triton.cdiv(rows, _READ_ROWS),)](
+            messages.view(torch.int32),
+            messages.view(torch.int64),
+            token_to_row,
+            owner,
+            kept,
+            ids,
+            columns,
+            height - head,
+            num_tokens,
+            owner.shape[0],
+            OWN=rank,
+            HEAD=head,
+            ROW_WORDS=row_bytes // WORD_BYTES,
+            IDS=row_format.ids_at // WORD_BYTES,
+            R=num_ranks,
+            RANKS=triton.next_power_of_2(num_ranks + 1),
+            K=num_topk,
+            COLUMNS=triton.next_power_of_2(num_topk),
+            WORDS=HEADER_WORDS,
+            ROWS_AT_ONCE=_READ_ROWS,
+        )
+    return ids, columns

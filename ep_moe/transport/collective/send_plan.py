@@ -20,22 +20,36 @@ def owners(counts: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 def plan_send(
-    topk_ids: torch.Tensor, owner: torch.Tensor, *, fingerprint: int, layer: tuple[int, int], header: torch.Tensor
+    topk_ids: torch.Tensor,
+    owner: torch.Tensor,
+    *,
+    fingerprint: int,
+    layer: tuple[int, int],
+    header: torch.Tensor,
+    num_tokens: torch.Tensor | None = None,
 ) -> SendPlan:
     """Find the ranks that need each token, and write the header. Ids that no rank owns are counted, never sent.
 
     Args:
         topk_ids: [T, K] int32 or int64, physical. owner: [P] int32, the rank of each expert.
         fingerprint: of the row format. layer: `LayerTag.words`. header: [R, HEADER_WORDS] int64, written here.
+        num_tokens: [1] int32, how many of the T rows are tokens, by default all; the header is a refusal if it is
+            outside [0, T].
     Local, on the current stream, no host sync.
     """
     if topk_ids.is_cuda:  # Triton is imported only here: it exists only on Linux and is slow to import
         from ep_moe.transport.collective import launchers
 
-        return launchers.plan_send(topk_ids, owner, fingerprint=fingerprint, layer=layer, header=header)
-    (num_tokens, num_topk), num_ranks, num_physical = topk_ids.shape, header.shape[0], owner.shape[0]
+        return launchers.plan_send(
+            topk_ids, owner, fingerprint=fingerprint, layer=layer, header=header, num_tokens=num_tokens
+        )
+    (num_rows, num_topk), num_ranks, num_physical = topk_ids.shape, header.shape[0], owner.shape[0]
+    count = num_rows
+    if num_tokens is not None:
+        count = int(num_tokens)
+        topk_ids = topk_ids.masked_fill((torch.arange(num_rows, device="cpu") >= count)[:, None], -1)
     valid = (topk_ids >= 0) & (topk_ids < num_physical)
-    pairs = torch.zeros(num_tokens, num_ranks, dtype=torch.int32, device="cpu")
+    pairs = torch.zeros(num_rows, num_ranks, dtype=torch.int32, device="cpu")
     for column in range(num_topk):
         ids = topk_ids[:, column]
         fresh = valid[:, column] & (topk_ids[:, :column] != ids.unsqueeze(1)).all(1)
@@ -46,7 +60,8 @@ def plan_send(
     bad_ids, bad_id = find_bad_ids(topk_ids, num_physical)
     words = Header(
         rows=counts,
-        num_tokens=num_tokens,
+        num_tokens=count,
+        refused=int(not 0 <= count <= num_rows),
         bad_ids=bad_ids,
         fingerprint=fingerprint,
         pairs=pairs.sum(0),
@@ -59,33 +74,31 @@ def plan_send(
     return SendPlan(
         place=torch.where(goes, goes.cumsum(0) - 1, -1).int(),
         block_start=(counts.cumsum(0) - counts).int().unsqueeze(0),
-        block_tokens=max(num_tokens, 1),
+        block_tokens=max(num_rows, 1),
     )
 
 
 def write_rows(
-    row_format: RowFormat, x: torch.Tensor | Quantized, routing: Routing, plan: SendPlan, num_rows: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    row_format: RowFormat, x: torch.Tensor | Quantized, routing: Routing, plan: SendPlan, buffer: torch.Tensor
+) -> torch.Tensor:
     """Copy every token to its rows of the send buffer.
 
     Args:
         x: [T, H], or quantized. routing: of these tokens. plan: their destinations.
-        num_rows: N, the sum of the header's row counts.
-    Returns: the rows [N, row_bytes] uint8, whose padding is undefined; and [T, R] int32, each token's row for each
-    rank, -1 none. Local, on the current stream; no host sync on a GPU.
+        buffer: [N, row_bytes] uint8, written but for its padding; N is at least the sum of the header's row counts.
+    Returns: [T, R] int32, each token's row for each rank, -1 none. Local, on the current stream; no host sync on a GPU.
     """
     if plan.place.is_cuda:
         from ep_moe.transport.collective import launchers
 
-        return launchers.write_rows(x, routing, plan, num_rows=num_rows, row_bytes=row_format.row_bytes)
+        return launchers.write_rows(x, routing, plan, buffer=buffer)
     token_to_row, ids_at = plan.token_to_row(), row_format.ids_at
     token, rank = torch.nonzero(token_to_row >= 0, as_tuple=True)
     parts = {0: x.values, row_format.scales_at: as_bytes(x.scale)} if isinstance(x, Quantized) else {0: x}
     parts |= {ids_at: routing.topk_ids.int(), ids_at + WORD_BYTES * row_format.num_topk: routing.topk_weights}
-    buffer = torch.empty(num_rows, row_format.row_bytes, dtype=torch.uint8, device=token.device)
     row = token_to_row[token, rank].long()
     for place, part in parts.items():
         # cloned: a single column may count as contiguous although torch cannot view it as bytes
         whole = part.clone(memory_format=torch.contiguous_format).view(torch.uint8)
         buffer[row, place : place + whole.shape[1]] = whole[token]
-    return buffer, token_to_row
+    return token_to_row

@@ -25,18 +25,20 @@ from ep_moe.transport.payload import RowFormat
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
-class _Round(OpenRound):
+class CollectiveRound(OpenRound):
+    """A round whose rows are in an all-to-all."""
+
     row_format: RowFormat
     token_to_row: torch.Tensor  # [T, R] int32: a token's row in the send buffer, and in the results' buffer, -1 none
     send_counts: tuple[int, ...]  # rows sent to each rank
-    recv_pairs: int  # received (token, local expert) pairs
+    recv_pairs: int | None  # received (token, local expert) pairs; None if the host does not know
     work: dist.Work | None
     buffers: tuple[torch.Tensor, ...]  # source and destination of the all-to-all in flight, kept alive until it ends
     sums: torch.Tensor  # [rows received, H], of this rank's experts; `abandon` has no memory to allocate it
     results: torch.Tensor  # [rows sent, H], the sums that come back; the same
 
 
-class CollectiveTransport(HostSyncTransport[_Round]):
+class CollectiveTransport(HostSyncTransport[CollectiveRound]):
     """Exchange by `all_to_all_single`, each token once per destination rank.
 
     Args:
@@ -54,7 +56,7 @@ class CollectiveTransport(HostSyncTransport[_Round]):
         super().__init__(group, placement, config)
         self._owner = owners([placement.num_local_experts(r) for r in range(group.num_ranks)], group.device)
 
-    def _send(self, tokens: Tokens, slot: int) -> _Round:
+    def _send(self, tokens: Tokens, slot: int) -> CollectiveRound:
         sizes, ids, device = tokens.sizes, tokens.routing.topk_ids, self.device
         row_format = RowFormat.of(sizes.scheme, self.config.dtype, self.config.hidden, ids.shape[1])
         headers = torch.empty(2, self.num_ranks, HEADER_WORDS, dtype=torch.int64, device=device)
@@ -66,12 +68,13 @@ class CollectiveTransport(HostSyncTransport[_Round]):
         self._compare(received, round_, row_format)
         send_counts, recv_counts = (tuple(header.rows for header in side) for side in (sent, received))
         with self._reporting():
-            outgoing, token_to_row = write_rows(row_format, x, tokens.routing, plan, sum(send_counts))
+            outgoing = torch.empty(sum(send_counts), row_format.row_bytes, dtype=torch.uint8, device=device)
+            token_to_row = write_rows(row_format, x, tokens.routing, plan, outgoing)
             incoming = outgoing.new_empty(sum(recv_counts), row_format.row_bytes)
             like: dict[str, Any] = {"dtype": self.config.dtype, "device": device}
             sums, results = (torch.empty(sum(n), self.config.hidden, **like) for n in (recv_counts, send_counts))
         work = begin_all_to_all(self._group, incoming, outgoing, recv_counts, send_counts)
-        return _Round(
+        return CollectiveRound(
             round=round_,
             sizes=sizes,
             row_format=row_format,
@@ -85,7 +88,7 @@ class CollectiveTransport(HostSyncTransport[_Round]):
             results=results,
         )
 
-    def _receive(self, state: _Round) -> Packed:
+    def _receive(self, state: CollectiveRound) -> Packed:
         self._wait(state, "dispatch")
         values, scale, routing = state.row_format.read(state.buffers[1])
         first, last = self.placement.starts[self.rank], self.placement.starts[self.rank + 1]
@@ -95,7 +98,7 @@ class CollectiveTransport(HostSyncTransport[_Round]):
         state.work, state.buffers = None, ()
         return packed
 
-    def _send_results(self, state: _Round, y: torch.Tensor, dispatched: Dispatched) -> None:
+    def _send_results(self, state: CollectiveRound, y: torch.Tensor, dispatched: Dispatched) -> None:
         self._send_sums(state, sum_experts(y, dispatched, out=state.sums).contiguous())
 
     def send_nan(self, *, slot: int) -> int:
@@ -112,22 +115,22 @@ class CollectiveTransport(HostSyncTransport[_Round]):
         entry.next = "combine_recv"
         return state.round
 
-    def _send_sums(self, state: _Round, sums: torch.Tensor) -> None:
+    def _send_sums(self, state: CollectiveRound, sums: torch.Tensor) -> None:
         state.work = begin_all_to_all(self._group, state.results, sums, state.send_counts, state.recv_counts)
         state.buffers = (sums,)
 
-    def _receive_results(self, state: _Round) -> tuple[torch.Tensor, torch.Tensor]:
+    def _receive_results(self, state: CollectiveRound) -> tuple[torch.Tensor, torch.Tensor]:
         self._wait(state, "combine")
         return state.results, state.token_to_row  # a token has at most one row per rank: summed in rank order
 
     def _send_refusal(self, num_tokens: int, round_: int) -> None:
         swap_headers(self._group, refusal(num_tokens, self.num_ranks, self.device), round_)
 
-    def _end(self, state: _Round, call: str, slot: int) -> None:
+    def _end(self, state: CollectiveRound, call: str, slot: int) -> None:
         if call != "combine_recv":
             self.send_nan(slot=slot)
         self._wait(state, "abandoned round")
 
-    def _wait(self, state: _Round, phase: str) -> None:
+    def _wait(self, state: CollectiveRound, phase: str) -> None:
         if state.work is not None:
             self._group.wait(state.work, phase=phase, round=state.round)

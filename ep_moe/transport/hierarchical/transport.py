@@ -106,7 +106,8 @@ class HierarchicalTransport(HostSyncTransport[_Round]):
             for node in range(num_nodes)
         )
         with self._reporting():
-            outgoing, token_to_row = write_rows(row_format, x, tokens.routing, plan, sum(send_counts))
+            outgoing = torch.empty(sum(send_counts), row_format.row_bytes, dtype=torch.uint8, device=device)
+            token_to_row = write_rows(row_format, x, tokens.routing, plan, outgoing)
             recv_counts = tuple(counts[self.nodes.local_rank] for counts in by_relay)
             like: dict[str, Any] = {"dtype": self.config.dtype, "device": device}
             sums, results = (torch.empty(sum(n), self.config.hidden, **like) for n in (recv_counts, send_counts))

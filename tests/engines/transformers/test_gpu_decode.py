@@ -124,7 +124,7 @@ def tokens_on_rank(group: EPGroup, transport: str) -> list[str]:
         wrong.append("no graph was captured")
     memory, own = model.ep_moe.decoder.memory, getattr(model.ep_moe.transport, "peer_bytes", None)
     peer_bytes, cache_bytes = memory["peer_bytes"], memory["cache_bytes"]
-    if not peer_bytes > 0 or (own is not None and peer_bytes >= own) or not cache_bytes:
+    if (transport != "collective" and not peer_bytes > 0) or (own is not None and peer_bytes >= own) or not cache_bytes:
         wrong.append(f"{memory} beside {own} bytes of the model's transport")
     model.ep_moe.destroy()
     return wrong
@@ -133,14 +133,14 @@ def tokens_on_rank(group: EPGroup, transport: str) -> list[str]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("num_ranks", on_gpus(1, 2, 4))
 def test_the_shipped_model_says_the_same_by_graphs(num_ranks: int) -> None:
-    for transport in ("nvlink", "local")[: 2 if num_ranks == 1 else 1]:
+    for transport in ("nvlink", "local" if num_ranks == 1 else "collective"):
         found = launch(tokens_on_rank, transport, num_ranks=num_ranks, config=CONFIG, device="cuda")
         assert found == [[]] * num_ranks
 
 
 def fall_back(group: EPGroup) -> str:
-    """The reason that `collective` gives, and tokens without graphs."""
-    model = from_pretrained(SHIPPED_MODEL, group, dtype=torch.float32, transport="collective")
+    """The reason that `hierarchical` gives, and tokens without graphs."""
+    model = from_pretrained(SHIPPED_MODEL, group, dtype=torch.float32, transport="hierarchical")
     ids, mask = shipped_prompts(group, 1)
     found = generate(model, ids, GenerationOptions(max_new_tokens=5), attention_mask=mask, decode_graphs=True)
     assert found.shape == (1, 5)
@@ -150,12 +150,12 @@ def fall_back(group: EPGroup) -> str:
 @pytest.mark.parametrize("num_ranks", on_gpus(2))
 def test_a_transport_that_waits_on_the_host_decodes_without_graphs(num_ranks: int) -> None:
     reasons = launch(fall_back, num_ranks=num_ranks, config=CONFIG, device="cuda")
-    assert reasons == ["decoding runs without CUDA graphs: CollectiveTransport waits on the host"] * num_ranks
+    assert reasons == ["decoding runs without CUDA graphs: HierarchicalTransport waits on the host"] * num_ranks
 
 
-def lose_between_replays(group: EPGroup, victim: int, how: str, folder: Path) -> None:
+def lose_between_replays(group: EPGroup, victim: int, how: str, folder: Path, transport: str = "nvlink") -> None:
     """Generate; the victim is lost when it has read some tokens; survivors write down the error and the seconds."""
-    model = from_pretrained(SHIPPED_MODEL, group, dtype=torch.bfloat16, transport="nvlink")
+    model = from_pretrained(SHIPPED_MODEL, group, dtype=torch.bfloat16, transport=transport)
     ids, mask = shipped_prompts(group, 2)
     generate(model, ids, GenerationOptions(max_new_tokens=600), attention_mask=mask)  # captures
     read, last = [], [time.monotonic()]
@@ -179,6 +179,17 @@ def lose_between_replays(group: EPGroup, victim: int, how: str, folder: Path) ->
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("num_ranks", on_gpus(2, 4))
 def test_a_rank_lost_between_replays_is_named(num_ranks: int, victim: int, how: str, tmp_path: Path) -> None:
+    _check_loss(num_ranks, victim, how, tmp_path, "nvlink")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("num_ranks", on_gpus(2))
+def test_a_rank_lost_between_replays_of_nccl_is_named(num_ranks: int, how: str, tmp_path: Path) -> None:
+    _check_loss(num_ranks, 0, how, tmp_path, "collective")
+
+
+def _check_loss(num_ranks: int, victim: int, how: str, tmp_path: Path, transport: str) -> None:
     config = GroupConfig(timeout_secs=5, heartbeat_secs=0.25)
     with pytest.raises(RankFailedError):
         launch(
@@ -186,6 +197,7 @@ def test_a_rank_lost_between_replays_is_named(num_ranks: int, victim: int, how: 
             victim,
             how,
             tmp_path,
+            transport,
             num_ranks=num_ranks,
             config=config,
             device="cuda",

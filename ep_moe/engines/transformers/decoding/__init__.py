@@ -13,6 +13,7 @@ from ep_moe.engines.transformers.decoding.loop import FinishRows, by_transformer
 from ep_moe.engines.transformers.decoding.options import GenerationOptions, end_ids_of
 from ep_moe.engines.transformers.decoding.row_decoder import RowDecoder
 from ep_moe.engines.transformers.hooks import Model, Session
+from ep_moe.transport import GatheredTransport
 
 _log = logging.getLogger(__name__)
 _MASKED_ATTENTION = ("sdpa", "eager")  # these take a mask of cache entries
@@ -47,8 +48,8 @@ def generate(
             on every rank, in transformers' own loop P beyond max_tokens_per_rank.
         options: of the generation; `end_ids_of(model)` returns the end tokens that the model and its tokenizer declare.
         attention_mask: [B, P], 0 for padding, which is on the left.
-        decode_graphs: None for CUDA graphs on GPUs, if the transport is "nvlink" or "local"; True also logs a warning
-            if there are none; False for eager passes. The same on all ranks.
+        decode_graphs: None for CUDA graphs on GPUs, unless the transport waits on the host, as "hierarchical" does; True also
+            logs a warning if there are none; False for eager passes. The same on all ranks.
         on_step: called after one or more passes with the number of new tokens per row.
     Returns: [B, max_new_tokens] int64 on the CPU, -1 after the end of a sequence.
     Errors: ValueError for bad prompts, on every rank; RuntimeError for logits that are not finite; PeerLostError if a
@@ -98,7 +99,7 @@ def why_no_graphs(model: Model) -> str:
         return f"ranks are on {session.group.device.type}"
     from ep_moe.transport.one_sided import NvlinkTransport  # needs Triton, which a machine with GPUs has
 
-    if not issubclass(decode_transport(session), NvlinkTransport):
+    if not issubclass(decode_transport(session), (NvlinkTransport, GatheredTransport)):
         return f"{type(session.transport).__name__} waits on the host"
     return ""
 

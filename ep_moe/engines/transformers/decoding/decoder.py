@@ -39,7 +39,7 @@ from ep_moe.engines.transformers.decoding.passes import (
 from ep_moe.engines.transformers.decoding.sequences import NONE, Sequences
 from ep_moe.engines.transformers.hooks import DecodeExperts, Model, Session
 from ep_moe.layer import ExpertParallelMoE
-from ep_moe.transport import LocalTransport, Transport
+from ep_moe.transport import CollectiveTransport, GatheredTransport, LocalTransport, Transport
 
 PASSES_PER_READ = 16  # after these the host reads tokens, checks the transport and asks whether all ranks have ended
 _WARM_UPS = 2  # passes before a capture: kernels compile, libraries allocate their workspaces
@@ -75,14 +75,16 @@ class Chunk(NamedTuple):
 
 
 def decode_transport(session: Session) -> Any:
-    """The class of the transport of decode passes: the model's, in place of `local` on a GPU one without host syncs.
-
-    The kernels of `nvlink` serve a single rank too. Local.
+    """The class of the transport of decode passes: the model's; on GPUs one without host syncs in place of `local`, as
+    the kernels of `nvlink` serve a single rank too, and of `collective`. Local.
     """
-    if isinstance(session.transport, LocalTransport) and session.group.device.type == "cuda":
-        from ep_moe.transport.one_sided import NvlinkTransport  # needs Triton, which a machine with GPUs has
+    if session.group.device.type == "cuda":
+        if isinstance(session.transport, LocalTransport):
+            from ep_moe.transport.one_sided import NvlinkTransport  # needs Triton, which a machine with GPUs has
 
-        return NvlinkTransport
+            return NvlinkTransport
+        if isinstance(session.transport, CollectiveTransport):
+            return GatheredTransport
     return type(session.transport)
 
 

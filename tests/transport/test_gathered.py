@@ -1,0 +1,91 @@
+"""Rounds of `gathered` as a CUDA graph repeats them, on CPUs: what no host knows, and the errors of `check`."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from ep_moe.config import GroupConfig
+from ep_moe.group import EPGroup
+from ep_moe.launch import launch
+from ep_moe.quant import get_scheme
+from ep_moe.routing import Routing
+from ep_moe.testing import check_transport, transport_cases, transports
+from ep_moe.testing.cases import TransportCase
+from ep_moe.testing.rounds import check_round, compute_experts
+from ep_moe.transport.collective import GatheredTransport
+from ep_moe.transport.layer_tag import LayerTag
+
+# without those in which ranks disagree, which eager rounds find before anything is sent
+SUITED = {name: check for name, check in transports.CHECKS.items() if name not in ("refusals", "bounds", "layers")}
+SHARES = {1: (0, 6), 2: (1, 4), 3: (1, 6)}
+
+
+class Captured(GatheredTransport):
+    """Takes the calls of rounds as captured."""
+
+    checking = False
+
+    def _in_graph(self) -> bool:
+        return not self.checking
+
+    def check(self) -> None:
+        self.checking = True
+        try:
+            super().check()
+        finally:
+            self.checking = False
+
+
+def check_on_rank(group: EPGroup) -> dict[str, str]:
+    with mock.patch.object(transports, "CHECKS", SUITED):
+        return check_transport(Captured, group, share=SHARES[group.num_ranks])
+
+
+@pytest.mark.parametrize("num_ranks", SHARES)
+def test_carries(num_ranks: int) -> None:
+    first, step = SHARES[num_ranks]
+    expected = dict.fromkeys([*(case.name for case in transport_cases(num_ranks)), *SUITED][first::step], "")
+    if num_ranks == 1:
+        assert check_on_rank(EPGroup.single("cpu")) == expected
+        return
+    config = GroupConfig(timeout_secs=60)
+    assert launch(check_on_rank, num_ranks=num_ranks, config=config, device="cpu") == [expected] * num_ranks
+
+
+def bad_rounds(group: EPGroup) -> list[str]:
+    """What `check` says on this rank after rounds in which one rank is at fault."""
+    case = TransportCase(name="bad", tokens=(3,) * group.num_ranks, scheme="fp8_token", num_topk=2, shared=True)
+    transport, said = Captured(group, case.make_placement(), case.config), []
+    inputs, odd = case.inputs(group.rank), group.rank == 1
+    ids, at_fault = inputs.routing.topk_ids, torch.tensor([4 if odd else 2], dtype=torch.int32)
+    of_layer = LayerTag(number=2 if odd else 1)
+    for changed in (
+        {"ids": ids.clone().index_fill_(0, torch.tensor([0]), case.num_experts + 5) if odd else ids},
+        {"num_tokens": at_fault},
+        {"layer": of_layer},
+        {"scheme": get_scheme("int8_token" if odd else "fp8_token")},  # rows of the same size
+    ):
+        routing = Routing(topk_ids=changed.pop("ids", ids), topk_weights=inputs.routing.topk_weights)
+        options = {"layout": case.layout, "scheme": get_scheme(case.scheme)} | changed
+        dispatched = transport.dispatch(inputs.x, routing, **options)
+        y = compute_experts(dispatched.batch, transport.placement.starts[group.rank])
+        result = transport.combine(y, dispatched, shared=inputs.shared)
+        assert result.isnan().all(), f"rank {group.rank} got numbers"
+        with pytest.raises(ValueError) as raised:
+            check_round(transport, case, group.device)  # right, and checks: it does not hide the bad one
+        said.append(str(raised.value))
+        check_round(transport, case, group.device)
+    transport.destroy()
+    return said
+
+
+def test_a_bad_round_gives_nan_and_check_names_the_rank() -> None:
+    said = launch(bad_rounds, num_ranks=2, config=GroupConfig(timeout_secs=60), device="cpu")
+    for ids, num_tokens, layer, scheme in said:
+        assert "topk_ids has 2 ids outside [-1, num_experts (8)) on rank 1, such as 13" in ids
+        assert "rank 1" in num_tokens
+        assert "ranks are out of step" in layer
+        assert "rank 1" in layer
+        assert "ranks disagree on the payload" in scheme
+    assert "num_tokens (4) is not in [0, rows of x] on rank 1" in said[1][1]
