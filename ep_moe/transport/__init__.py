@@ -14,6 +14,8 @@ from ep_moe.transport.collective import CollectiveTransport, GatheredTransport
 from ep_moe.transport.hierarchical import HierarchicalTransport
 from ep_moe.transport.local import LocalTransport
 
+GATHERED_TOKENS = 1024  # of all ranks: up to so many, "gathered" was compared with "collective" on 2 H200
+
 _log = logging.getLogger(__name__)
 
 
@@ -55,7 +57,8 @@ def create_transport(name: str, group: EPGroup, placement: Placement, config: Tr
     """Build a transport by name.
 
     "auto" is "nvlink" on GPUs that all reach each other's memory, also on a single one, where "local" would read counts
-    back to the host; "local" for one rank on a CPU; else "collective". Rank 0 logs the choice, and the reason if it is
+    back to the host; "local" for one rank on a CPU; on GPUs "gathered" if all ranks together have up to GATHERED_TOKENS
+    tokens in a round; else "collective". Rank 0 logs the choice, and the reason if it is
     not "nvlink", at level INFO.
 
     "nvlink" on a CPU is for tests and needs TRITON_INTERPRET=1 in the environment before Triton is imported.
@@ -73,20 +76,21 @@ def create_transport(name: str, group: EPGroup, placement: Placement, config: Tr
         if not isinstance(value, kind):
             raise ValueError(f"{argument} ({shown(value)}) is no {kind.__name__}")
     if name == "auto":
-        name = _choose(group)
+        name = _choose(group, config)
     if not isinstance(name, str) or name not in TRANSPORTS:
         raise ValueError(f"transport ({name!r}) is not one of auto, {', '.join(TRANSPORTS)}")
     return TRANSPORTS[name](group, placement, config)
 
 
-def _choose(group: EPGroup) -> str:
+def _choose(group: EPGroup, config: TransportConfig) -> str:
     """The name of the transport that "auto" selects for a group. Collective."""
     if group.device.type != "cuda":
         one = group.num_ranks == 1
         name, reason = ("local", "there is one rank") if one else ("collective", f"ranks are on {group.device.type}")
     else:
         reason = why_unreachable(group)
-        name = "collective" if reason else "nvlink"
+        few = group.num_ranks * config.max_tokens_per_rank <= GATHERED_TOKENS
+        name = "nvlink" if not reason else "gathered" if few else "collective"
     if group.rank == 0:
         _log.info("transport 'auto' is '%s'%s", name, f": {reason}" if reason else "")
     return name

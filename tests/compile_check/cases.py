@@ -404,8 +404,9 @@ def _rows(
                 header=header_of(messages[0]),
                 num_tokens=empty(1, dtype=torch.int32),
             )
-            own = {"rank": 1, "token_to_row": token_to_row[:, :1], "owner": owner}
-            read_messages(messages, row_format, head=head, kept=new_kept(ranks, torch.device("cpu")), **own)
+            own = {"rank": 1, "head": head, "token_to_row": token_to_row[:, :1], "owner": owner}
+            kept, nan_row = new_kept(ranks, torch.device("cpu")), empty(hidden, dtype=dtype)
+            read_messages(messages, row_format, kept=kept, nan_row=nan_row, **own)
         values, scale, received = row_format.read(buffer)
         ids, weights = merge_repeats(received.topk_ids, received.topk_weights, first=experts, last=2 * experts)
         packed = pack(

@@ -165,7 +165,8 @@ def test_messages(hidden: int, topk: int, most: int, counts: tuple[int, ...], fa
     own: dict[str, torch.Tensor] = {"token_to_row": sent[0], "owner": owner}
     kept, found_kept = (messages.new_kept(num_ranks, torch.device(device)) for device in ("cpu", DEVICE))
     for _ in range(2):
-        expected = messages.read_messages(everyone, row_format, rank=0, head=head, kept=kept, **own)
+        nans = torch.zeros(hidden, dtype=torch.bfloat16), torch.zeros(hidden, dtype=torch.bfloat16, device=DEVICE)
+        expected = messages.read_messages(everyone, row_format, rank=0, head=head, kept=kept, nan_row=nans[0], **own)
         with poisoned_memory():
             found = launchers.read_messages(
                 everyone.to(DEVICE),
@@ -173,6 +174,7 @@ def test_messages(hidden: int, topk: int, most: int, counts: tuple[int, ...], fa
                 rank=0,
                 head=head,
                 kept=found_kept,
+                nan_row=nans[1],
                 **{name: tensor.to(DEVICE) for name, tensor in own.items()},
             )
         for name, mine, wanted in zip(("ids", "columns"), found, expected, strict=True):
@@ -180,6 +182,7 @@ def test_messages(hidden: int, topk: int, most: int, counts: tuple[int, ...], fa
         bad = fault in ("ids", "num_tokens") or (fault != "" and num_ranks > 1)
         assert bool(expected[1][:, -1].ge(0).all()) == bad
         assert bool((expected[0] >= 0).any()) == (not bad)
+        assert [bool(row.isnan().all()) for row in nans] == [bool(row.isnan().any()) for row in nans] == [bad, bad]
         assert_same_bits(found_kept.cpu()[:-1], kept[:-1], "kept headers")
         assert bool(found_kept[-1, 0]) == bool(kept[-1, 0]) == bad
         messages.header_of(everyone[0])[0, 5] += 1  # which only a kept header shows

@@ -72,8 +72,9 @@ def test_carries_all(num_ranks: int) -> None:
         pytest.param(4, "cpu", "", "'collective': ranks are on cpu", id="cpu"),
         pytest.param(4, "cuda", "", "'nvlink'", id="gpus"),
         pytest.param(
-            4, "cuda", "rank 0 and rank 2 share a GPU", "'collective': rank 0 and rank 2 share a GPU", id="apart"
+            4, "cuda", "rank 0 and rank 2 share a GPU", "'gathered': rank 0 and rank 2 share a GPU", id="apart"
         ),
+        pytest.param(5, "cuda", "no peer access", "'collective': no peer access", id="apart-many-tokens"),
     ],
 )
 def test_auto_says_what_it_is_and_why(
@@ -86,7 +87,7 @@ def test_auto_says_what_it_is_and_why(
 ) -> None:
     monkeypatch.setattr(room, "TRANSPORTS", {name: lambda *_, name=name: name for name in TRANSPORTS})
     monkeypatch.setattr(room, "why_unreachable", lambda group: reason)
-    config = TransportConfig(hidden=16, max_tokens_per_rank=1)
+    config = TransportConfig(hidden=16, max_tokens_per_rank=256 if num_ranks > 1 else 2048)
     for rank in range(num_ranks):
         group = mock.Mock(spec=EPGroup, rank=rank, num_ranks=num_ranks, device=torch.device(device))
         with caplog.at_level(logging.INFO, logger="ep_moe.transport"):

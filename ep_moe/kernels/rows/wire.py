@@ -190,6 +190,7 @@ def _read_messages_kernel(
     kept_ptr,  # [R + 1, WORDS] int64: the headers of the first bad round, and whether there is one
     ids_ptr,  # [R * (HEAD + num_rows), K] int32, out: physical ids of the rows that are tokens, else -1
     columns_ptr,  # [T, R + 1] int32, out: a token's rows in what comes back, -1 none; the last names the row of NaN
+    nan_ptr,  # [HIDDEN], out: the row of NaN, if the round is bad
     num_rows,
     num_tokens,
     num_physical,
@@ -202,6 +203,7 @@ def _read_messages_kernel(
     K: tl.constexpr,
     COLUMNS: tl.constexpr,
     WORDS: tl.constexpr,
+    HIDDEN: tl.constexpr,
     ROWS_AT_ONCE: tl.constexpr,
 ):
     """Leave out rows that are no tokens, and all rows of a round whose headers do not go together, which gives NaN."""
@@ -237,6 +239,9 @@ def _read_messages_kernel(
     inside = (block < num_tokens)[:, None] & (rank <= R)[None, :]
     tl.store(columns_ptr + block[:, None] * (R + 1) + rank[None, :], rows, mask=inside)
     if (tl.program_id(0) == 0) & (bad != 0):
+        for start in range(0, HIDDEN, 1024):
+            value = start + tl.arange(0, 1024)
+            tl.store(nan_ptr + value, float("nan"), mask=value < HIDDEN)
         if tl.load(kept_ptr + R * WORDS) == 0:
             for word in tl.static_range(WORDS):
                 tl.store(kept_ptr + rank * WORDS + word, tl.load(word_ptr + word, mask=is_rank), mask=is_rank)

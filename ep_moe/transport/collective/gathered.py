@@ -118,6 +118,7 @@ class GatheredTransport(CollectiveTransport):
             token_to_row=state.token_to_row,
             owner=self._owner,
             kept=self._kept,
+            nan_row=state.results[-1],
         )
         first, last = self.placement.starts[self.rank], self.placement.starts[self.rank + 1]
         ids, weights = merge_repeats(ids, routing.topk_weights, first=first, last=last)
@@ -134,8 +135,7 @@ class GatheredTransport(CollectiveTransport):
 
     def _send_sums(self, state: CollectiveRound, sums: torch.Tensor) -> None:
         whole = state.results
-        whole[-1].fill_(float("nan"))  # what tokens get in a bad round
-        state.results = whole[:-1]
+        state.results = whole[:-1]  # behind them is a row of NaN, which tokens get in a bad round
         super()._send_sums(state, sums)
         state.results = whole
 

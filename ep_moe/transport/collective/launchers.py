@@ -135,6 +135,7 @@ def read_messages(
     token_to_row: torch.Tensor,
     owner: torch.Tensor,
     kept: torch.Tensor,
+    nan_row: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`ep_moe.transport.collective.messages.read_messages` in one launch. Local, on the current stream, no host
     sync."""
@@ -151,6 +152,7 @@ def read_messages(
             kept,
             ids,
             columns,
+            nan_row,
             height - head,
             num_tokens,
             owner.shape[0],
@@ -163,6 +165,7 @@ def read_messages(
             K=num_topk,
             COLUMNS=triton.next_power_of_2(num_topk),
             WORDS=HEADER_WORDS,
+            HIDDEN=len(nan_row),
             ROWS_AT_ONCE=_READ_ROWS,
         )
     return ids, columns

@@ -46,6 +46,7 @@ def read_messages(
     token_to_row: torch.Tensor,
     owner: torch.Tensor,
     kept: torch.Tensor,
+    nan_row: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Find the tokens in the messages of all ranks, or none if the headers do not go together.
 
@@ -53,6 +54,7 @@ def read_messages(
         messages: [R, HEAD + B, row_bytes] uint8, of the whole group. head: HEAD.
         token_to_row: [T, 1] int32, each token's row in this rank's message behind the header, -1 none.
         owner: [P] int32, the rank of each expert. kept: of `new_kept`; keeps the headers of the first bad round.
+        nan_row: [H], becomes NaN in a bad round.
     Returns: physical ids [R * (HEAD + B), K] int32, -1 also in rows that are no tokens; and [T, R + 1] int32, a token's
     row for each rank among as many rows that come back, -1 none, and last that of NaN, which follows them, in a bad
     round. Local, on the current stream; no host sync on a GPU.
@@ -61,7 +63,14 @@ def read_messages(
         from ep_moe.transport.collective import launchers
 
         return launchers.read_messages(
-            messages, row_format, rank=rank, head=head, token_to_row=token_to_row, owner=owner, kept=kept
+            messages,
+            row_format,
+            rank=rank,
+            head=head,
+            token_to_row=token_to_row,
+            owner=owner,
+            kept=kept,
+            nan_row=nan_row,
         )
     num_ranks, height, _ = messages.shape
     headers = [Header(*header_of(message)[0].tolist()) for message in messages]
@@ -83,6 +92,8 @@ def read_messages(
     ranks = torch.arange(num_ranks, device="cpu")
     columns = torch.where((owners[:, :, None] == ranks).any(1), ranks * height + head + token_to_row, -1)
     columns = torch.cat([columns, torch.full_like(columns[:, :1], num_ranks * height if bad else -1)], 1)
+    if bad:
+        nan_row.fill_(float("nan"))
     if bad and not kept[-1, 0]:
         kept.copy_(torch.tensor([[*header[:HEADER_WORDS]] for header in headers] + [[1] * HEADER_WORDS], device="cpu"))
     return torch.where(live.view(-1, 1), found, -1), columns.int()

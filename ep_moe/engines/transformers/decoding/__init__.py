@@ -48,8 +48,8 @@ def generate(
             on every rank, in transformers' own loop P beyond max_tokens_per_rank.
         options: of the generation; `end_ids_of(model)` returns the end tokens that the model and its tokenizer declare.
         attention_mask: [B, P], 0 for padding, which is on the left.
-        decode_graphs: None for CUDA graphs on GPUs, unless the transport waits on the host, as "hierarchical" does; True also
-            logs a warning if there are none; False for eager passes. The same on all ranks.
+        decode_graphs: None for CUDA graphs on GPUs, unless the transport waits on the host, as "hierarchical" does;
+            True also logs a warning if there are none; False for eager passes. The same on all ranks.
         on_step: called after one or more passes with the number of new tokens per row.
     Returns: [B, max_new_tokens] int64 on the CPU, -1 after the end of a sequence.
     Errors: ValueError for bad prompts, on every rank; RuntimeError for logits that are not finite; PeerLostError if a
