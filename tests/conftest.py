@@ -35,7 +35,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if not interpreted and not torch.cuda.is_available():  # imports may initialize CUDA, which must not be forked
         start_server((*PRELOAD, "pytest", "ep_moe.testing"))
     marks = [item.get_closest_marker("separate") for item in session.items]
-    separate.start([mark.args[0] for mark in marks if mark])
+    separate.start([(mark.args[0], mark.kwargs.get("waits", False)) for mark in marks if mark])
 
 
 def pytest_sessionfinish() -> None:

@@ -1,7 +1,8 @@
 """Runs groups of test files that need another environment in separate processes, in parallel with the session.
 
 The test of a group has the mark `separate(files)`, runs after all others, and waits for `outcome(files)`. Many tests
-of the session only wait, for ranks or for time to pass; the groups use the idle core, at lower priority.
+of the session only wait, for ranks or for time to pass; the groups use the idle core, at lower priority. A group that
+mostly waits itself has the mark `separate(files, waits=True)`: it takes no core, and has its times at normal priority.
 """
 
 import concurrent.futures
@@ -33,13 +34,15 @@ def groups(folder: Path, count: int, *, without: Iterable[str] = ()) -> list[Fil
     return [tuple(files[first::count]) for first in range(count)]
 
 
-def start(files: Iterable[Files]) -> None:
-    """Run these groups, one per core; the session keeps one core until it waits for an `outcome`."""
-    cores = len(os.sched_getaffinity(0))
+def start(files: Iterable[tuple[Files, bool]]) -> None:
+    """Run these groups, which wait or not, one per core; the session keeps one core until it waits for an `outcome`."""
+    cores, waits = len(os.sched_getaffinity(0)), dict(files)
     _cores.release(max(cores - 1, 1))
-    pool = concurrent.futures.ThreadPoolExecutor(cores)
+    pool = concurrent.futures.ThreadPoolExecutor(cores + sum(waits.values()))
     _pools.append(pool)
-    _groups.update((group, pool.submit(_run, group)) for group in dict.fromkeys(files))
+    _groups.update(
+        (group, pool.submit(_run, group, waits[group])) for group in sorted(waits, key=waits.get, reverse=True)
+    )
 
 
 def outcome(files: Files) -> tuple[int, str]:
@@ -67,8 +70,10 @@ def interpreted(files: Files) -> tuple[list[str], dict[str, str]]:
     return command, {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 
 
-def _run(files: Files) -> tuple[int, str]:
+def _run(files: Files, waits: bool) -> tuple[int, str]:
     command, environment = interpreted(files)
+    if waits:
+        return _run_command(command, environment)
     with _cores:
         return _run_command([*LESS_PRIORITY, *command], environment)
 

@@ -19,7 +19,7 @@ from ep_moe.placement import Placement
 from ep_moe.transport import TRANSPORTS
 
 TESTS = Path(__file__).parent.parent
-NO_RANK_LOST = "test_refused.py", "test_sent_once.py"  # other groups may use the cores meanwhile
+NO_RANK_LOST = "test_refused.py", "test_sent_once.py"  # which compute, and do not wait
 FIRST, SECOND = separate.groups(TESTS / "nvlink", 2)
 GROUPS = FIRST, (*SECOND, *(TESTS / "nvlink_faults" / name for name in NO_RANK_LOST))
 [FAULTS] = separate.groups(TESTS / "nvlink_faults", 1, without=NO_RANK_LOST)
@@ -32,11 +32,11 @@ def test_the_transport_in_the_interpreter(files: separate.Files) -> None:
     assert code == 0, said
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
+@pytest.mark.separate(FAULTS, waits=True)
 def test_faults_in_the_interpreter() -> None:
-    command, environment = separate.interpreted(FAULTS)
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=TESTS.parent, timeout=580)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    code, said = separate.outcome(FAULTS)
+    assert code == 0, said
 
 
 def test_who_can_go_on_without_a_rank() -> None:
