@@ -109,6 +109,8 @@ def _run_case(case: Case, recorder: Recorder, by_hash: dict[str, Compiled], orde
         text = f"the launcher fails: {error!r} at {where.filename}:{where.lineno}"
         findings.append(Finding(rule="case", kernel=case.name, text=text))
     for function, failure in recorder.failures[failures:]:
+        while failure.__cause__ is not None:  # Triton names the callers around it
+            failure = failure.__cause__
         text = f"does not compile: {' '.join(str(failure).split()) or repr(failure)}"
         findings.append(Finding(rule="case", kernel=f"{function.fn.__name__} [{case.name}]", text=text))
     for function, compiled in recorder.launches[launches:]:

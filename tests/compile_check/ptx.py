@@ -10,8 +10,10 @@ Frame = tuple[str, int]  # file and line
 Kind = Literal["load", "store", "atomic", "other"]
 _KINDS: dict[str, Kind] = {"ld": "load", "st": "store", "atom": "atomic", "red": "atomic"}
 _FILE = re.compile(r'^\s*\.file\s+(\d+) "(.*?)"(?: "(.*?)")?')
-_LOC = re.compile(r"^\s*\.loc\s+(\d+) (\d+) \d+(.*)$")
-_OUTER = re.compile(r"@\[ (\S+?):(\d+)")
+_LOC = re.compile(r"^\s*\.loc\s+(\d+) (\d+) (\d+)(.*)$")
+_OUTER = re.compile(r"@\[ (\S+?):(\d+)")  # callers, in a comment
+_INLINED = re.compile(r"inlined_at (\d+) (\d+) (\d+)")  # the caller, whose own line has its caller, from Triton 3.8 on
+_MOST_CALLERS = 16  # a line may be its own caller's caller, by another call
 _LABEL = re.compile(r"^(\$\w+):")
 _PARAM = re.compile(r"\.param \.u64 (\w+),?$")
 _INSTRUCTION = re.compile(r"^(?:@(!?)(%p\d+) )?([a-z]\w*)((?:[.:]+\w+)*)\s*(.*)$", re.DOTALL)
@@ -75,7 +77,7 @@ def read(text: str) -> Program:
     paths = {match[1]: str(Path(match[2], match[3] or "")) for match in map(_FILE.match, text.splitlines()) if match}
     by_name = {Path(path).name: path for path in paths.values()}
     body, frames, lines = False, tuple[Frame, ...](), list[tuple[str, tuple[Frame, ...]]]()
-    parameters = set()
+    parameters, callers = set(), dict[tuple[str, ...], tuple[str, ...] | None]()
     for line in text.splitlines():
         if match := _PARAM.search(line):
             parameters.add(f"[{match[1]}]")
@@ -84,7 +86,12 @@ def read(text: str) -> Program:
         elif not body:
             continue
         elif match := _LOC.match(line):
-            outer = tuple((by_name.get(name, name), int(at)) for name, at in _OUTER.findall(match[3]))
+            outer = tuple((by_name.get(name, name), int(at)) for name, at in _OUTER.findall(match[4]))
+            inlined = _INLINED.search(match[4])
+            here = match.group(1, 2, 3)
+            callers[here] = inlined.groups() if inlined else None
+            while (caller := callers.get(here)) is not None and len(outer) < _MOST_CALLERS:
+                outer, here = (*outer, (paths[caller[0]], int(caller[1]))), caller
             frames = ((paths[match[1]], int(match[2])), *outer)
         elif match := _LABEL.match(line):
             lines.append((match[1], ()))

@@ -128,9 +128,9 @@ def test_regions_hold_what_is_sent(num_groups: int) -> None:
     row = Row(K=k, COLUMNS=8, VALUE_WORDS=hidden // 2, G=num_groups, GROUPS=64, **strides)
     assert row.VALUE_WORDS <= row.VALUE_STRIDE
     assert row.G <= row.SCALE_STRIDE
-    assert row.ll_scales + row.G <= row.LL_STRIDE
+    assert wire_layout.ll_scales(row.K, row.VALUE_WORDS) + row.G <= row.LL_STRIDE
     needed = {
-        wire_layout.HEADERS: 8 * ranks.R * ranks.header_stride,
+        wire_layout.HEADERS: 8 * ranks.R * wire_layout.header_stride(ranks.L),
         wire_layout.FLAGS: 8 * ranks.R * tokens,
         wire_layout.ENTRIES: 4 * ranks.R * tokens * row.ENTRY,
         wire_layout.VALUES: 4 * ranks.R * tokens * row.VALUE_STRIDE,

@@ -50,6 +50,9 @@ from ep_moe.kernels.exchange.wire_layout import (
     STATUS,
     VALUES,
     epoch_of,
+    header_stride,
+    ll_scales,
+    ll_values,
     make_word,
     payload_of,
     tokens_per_flag,
@@ -117,14 +120,14 @@ def _take_ll(
     while waiting > 0:
         entries = tl.load(row_ptr + column, mask=column < K, other=0, volatile=True)
         weights = tl.load(row_ptr + K + column, mask=column < K, other=0, volatile=True)
-        values = tl.load(row_ptr + row.ll_values + word, mask=word < row.VALUE_WORDS, other=0, volatile=True)
+        values = tl.load(row_ptr + ll_values(row.K) + word, mask=word < row.VALUE_WORDS, other=0, volatile=True)
         # if no expert here needs the token, only its entry was sent
         needed = tl.max(tl.where(column < K, payload_of(entries), -1), 0) >= 0
         late = (column < K) & ((epoch_of(entries) != round_.epoch) | (epoch_of(weights) != round_.epoch))
         missing = tl.max(late.to(tl.int32), 0)  # as this warp sees it, for all have their own entries
         if row.G > 0:
             mask = (group < row.G) & (block == 0)
-            scales = tl.load(row_ptr + row.ll_scales + group, mask=mask, other=0, volatile=True)
+            scales = tl.load(row_ptr + ll_scales(row.K, row.VALUE_WORDS) + group, mask=mask, other=0, volatile=True)
             missing += tl.max((needed & mask & (epoch_of(scales) != round_.epoch)).to(tl.int32), 0)
         late_values = needed & (word < row.VALUE_WORDS) & (epoch_of(values) != round_.epoch)
         waiting = agree(late_values | (missing > 0), trouble(exchange, ranks, round_, start, polls))
@@ -255,12 +258,12 @@ def receive(exchange, ranks: tl.constexpr, round_, batch, receiver, row: tl.cons
     if round_.enabled:
         word = tl.arange(0, SPREAD_HEADERS)
         writer, place = word // SPAN, word % SPAN
-        word_ptrs = headers_ptr + writer * ranks.header_stride + place
+        word_ptrs = headers_ptr + writer * header_stride(ranks.L) + place
         mask = (writer < R) & (place < num_experts + HEADER_WORDS) & is_active(round_.active, writer)
         arrived = wait_for_words(exchange, ranks, round_, DISPATCH, word_ptrs, mask, writer, leads)
     writes = leads & (arrived > 0)
     first_rows = place_experts(exchange, ranks, headers_ptr, receiver, writes, round_.active, receiving.BATCHED)
-    status_ptrs = headers_ptr + source * ranks.header_stride + STATUS
+    status_ptrs = headers_ptr + source * header_stride(ranks.L) + STATUS
     statuses = payload_of(tl.load(status_ptrs, mask=source < R, other=0, volatile=True))
     if arrived > 0:
         verdict, suspect, value = judge(headers_ptr, round_, is_source, ranks)

@@ -27,6 +27,8 @@ from ep_moe.kernels.exchange.wire_layout import (
     MOST_FLAGGED,
     SCALES,
     VALUES,
+    ll_scales,
+    ll_values,
     make_word,
     pack_entry,
     tokens_per_flag,
@@ -375,11 +377,20 @@ def _deliver_ll(
     here, needed = _is_needed(routed.ids, round_.active, r, ranks.STARTS)
     if (needed > 0) & round_.enabled:
         first_word, word = block.index * WORDS, block.word
-        piece = Piece(first, first, row.ll_values + first_word, tl.minimum(row.VALUE_WORDS - first_word, WORDS))
-        put_word(exchange, ranks, peer, LL_ROWS, piece, row.ll_values + word, block.words, word < row.VALUE_WORDS)
+        piece = Piece(first, first, ll_values(row.K) + first_word, tl.minimum(row.VALUE_WORDS - first_word, WORDS))
+        put_word(exchange, ranks, peer, LL_ROWS, piece, ll_values(row.K) + word, block.words, word < row.VALUE_WORDS)
         if row.G > 0:
-            piece = Piece(first, first, row.ll_scales + block.first_scale, block.num_scales)
-            put_word(exchange, ranks, peer, LL_ROWS, piece, row.ll_scales + block.group, block.scales, block.scale_mask)
+            piece = Piece(first, first, ll_scales(row.K, row.VALUE_WORDS) + block.first_scale, block.num_scales)
+            put_word(
+                exchange,
+                ranks,
+                peer,
+                LL_ROWS,
+                piece,
+                ll_scales(row.K, row.VALUE_WORDS) + block.group,
+                block.scales,
+                block.scale_mask,
+            )
     if (block.index == 0) & round_.enabled & is_active(round_.active, r):
         entry = tl.where(here, pack_entry(routed.ids - ranks.STARTS[r], routed.place), -1)
         epochs = tl.zeros([row.COLUMNS], tl.int32) + round_.epoch
@@ -416,9 +427,9 @@ def send_ll(exchange, ranks: tl.constexpr, round_, tokens, strides, sender, row:
         scales = make_word(tl.zeros([GROUPS], tl.int32) + round_.epoch, scale.to(tl.int32, bitcast=True))
         first = (ranks.RANK * word_tokens.to(tl.int64) + token) * row.LL_STRIDE
         words = make_word(tl.zeros([WORDS], tl.int32) + round_.epoch, values)
-        stage(exchange, ranks, LL_ROWS, first + row.ll_values, word, words, word < row.VALUE_WORDS)
+        stage(exchange, ranks, LL_ROWS, first + ll_values(row.K), word, words, word < row.VALUE_WORDS)
         if row.G > 0:
-            stage(exchange, ranks, LL_ROWS, first + row.ll_scales, group, scales, scale_mask)
+            stage(exchange, ranks, LL_ROWS, first + ll_scales(row.K, row.VALUE_WORDS), group, scales, scale_mask)
         whole = Block(block, word, words, group, scales, scale_mask, first_scale, num_scales)
         dest_rank_mask = tl.zeros([], tl.int32)
         for d in tl.static_range(ranks.R):

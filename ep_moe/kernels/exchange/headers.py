@@ -22,6 +22,7 @@ from ep_moe.kernels.exchange.wire_layout import (
     STATUS,
     TOO_MANY,
     code_of,
+    header_stride,
     make_word,
     pack_status,
     payload_of,
@@ -69,7 +70,7 @@ def announce(
     EXPERTS: tl.constexpr = sending.EXPERT_BLOCK
     token = tl.arange(0, sending.TOKENS)
     totals_ptr = tokens.block_counts_ptr + announcer.num_blocks.to(tl.int64) * (num_physical + 1)
-    header = ranks.RANK * ranks.header_stride
+    header = ranks.RANK * header_stride(ranks.L)
     for first in range(announcer.index * EXPERTS, num_physical, announcer.count * EXPERTS):
         expert = first + tl.arange(0, EXPERTS)
         if sending.IDS_COUNTED:
@@ -133,7 +134,7 @@ def judge(headers_ptr, round_, is_source, ranks: tl.constexpr):
     RANK: tl.constexpr = ranks.RANK
     RANKS: tl.constexpr = ranks.RANKS
     source = tl.arange(0, RANKS)
-    header_ptr, known = headers_ptr + source * ranks.header_stride, source < ranks.R
+    header_ptr, known = headers_ptr + source * header_stride(ranks.L), source < ranks.R
     statuses = payload_of(tl.load(header_ptr + STATUS, mask=known, other=0, volatile=True))
     formats = payload_of(tl.load(header_ptr + FORMAT, mask=known, other=0, volatile=True))
     layers = payload_of(tl.load(header_ptr + LAYER, mask=known, other=0, volatile=True))
@@ -163,7 +164,7 @@ def place_experts(exchange, ranks: tl.constexpr, headers_ptr, receiver, writes, 
     num_experts = ranks.STARTS[ranks.RANK + 1] - ranks.STARTS[ranks.RANK]
     source, expert = tl.arange(0, ranks.RANKS), tl.arange(0, EXPERTS)
     inside = ((source < ranks.R) & is_active(active, source))[:, None] & (expert < num_experts)[None, :]
-    count_ptrs = headers_ptr + source[:, None] * ranks.header_stride + HEADER_WORDS + expert[None, :]
+    count_ptrs = headers_ptr + source[:, None] * header_stride(ranks.L) + HEADER_WORDS + expert[None, :]
     count = tl.where(inside, payload_of(tl.load(count_ptrs, mask=inside, other=0, volatile=True)), 0)
     total = tl.sum(count, 0)
     if BATCHED:

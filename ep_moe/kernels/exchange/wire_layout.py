@@ -89,11 +89,6 @@ class Ranks(NamedTuple):
     EXPERTS: tl.constexpr  # L rounded up
     PUTS: tl.constexpr = 0  # a bit for each rank that is reached by NVSHMEM's puts, see `peers`
 
-    @property
-    def header_stride(self) -> int:
-        """Words of one source's header."""
-        return self.L + HEADER_WORDS.value
-
 
 class Row(NamedTuple):
     """The parts of a token's row: constants of a kernel."""
@@ -108,15 +103,26 @@ class Row(NamedTuple):
     SCALE_STRIDE: tl.constexpr  # scales between two rows of SCALES, in bytes the same for all rounds
     LL_STRIDE: tl.constexpr  # words between two rows of LL_ROWS
 
-    @property
-    def ll_values(self) -> int:
-        """Where values begin in a row of LL words."""
-        return 2 * self.K
 
-    @property
-    def ll_scales(self) -> int:
-        """Where scales begin in a row of LL words."""
-        return 2 * self.K + self.VALUE_WORDS
+# functions of fields, not properties or methods: what of a NamedTuple a kernel sees depends on Triton's release
+
+
+@triton.constexpr_function
+def header_stride(L: int) -> int:
+    """Words of one source's header."""
+    return L + HEADER_WORDS.value
+
+
+@triton.constexpr_function
+def ll_values(K: int) -> int:
+    """Where values begin in a row of LL words."""
+    return 2 * K
+
+
+@triton.constexpr_function
+def ll_scales(K: int, VALUE_WORDS: int) -> int:
+    """Where scales begin in a row of LL words."""
+    return 2 * K + VALUE_WORDS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

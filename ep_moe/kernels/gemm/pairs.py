@@ -122,11 +122,17 @@ _INT8_F16 = tl.constexpr(
 _FOUR = tl.constexpr("=h,=h,=h,=h,r")
 
 
+@triton.constexpr_function
+def _times(dtype: tl.dtype, count: int) -> tuple[tl.dtype, ...]:
+    """A tuple of dtypes. One that a kernel writes holds other objects from Triton 3.8 on."""
+    return (dtype,) * count
+
+
 @triton.jit
 def decode_int8_words(words, dtype: tl.constexpr):
     """The numbers of the four signed bytes in each of words [R, W]: [R, W, 2, 2], by bits 0, 1 of the byte; exact."""
     IS_BF16: tl.constexpr = dtype == tl.bfloat16
-    KINDS: tl.constexpr = (tl.bfloat16,) * 4 if IS_BF16 else (tl.float16,) * 4
+    KINDS: tl.constexpr = _times(dtype, 4)
     PTX: tl.constexpr = _INT8_BF16 if IS_BF16 else _INT8_F16
     a, b, c, d = tl.inline_asm_elementwise(PTX, _FOUR, [words], dtype=KINDS, is_pure=True, pack=1)
     return tl.join(tl.join(a, b), tl.join(c, d))
@@ -221,7 +227,7 @@ def decode_words(words, scale, zero, dtype: tl.constexpr, SCALES, CODES):
     Codes four apart are in the halves of one register, so that no byte has to be moved.
     """
     IS_BF16: tl.constexpr = dtype == tl.bfloat16
-    KINDS: tl.constexpr = (tl.bfloat16,) * 8 if IS_BF16 else (tl.float16,) * 8
+    KINDS: tl.constexpr = _times(dtype, 8)
     if CODES.KIND == "e2m1":
         a, e, b, f, c, g, d, h = tl.inline_asm_elementwise(
             _WORDS_E2M1_BF16, _EIGHT, [words, scale], dtype=KINDS, is_pure=True, pack=1

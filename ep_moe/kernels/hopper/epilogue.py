@@ -12,6 +12,8 @@ from ep_moe.kernels.gemm.epilogue import add_bias, of_expert, scale_sums
 from ep_moe.kernels.hopper.arguments import HALF_M, HALF_N
 from ep_moe.kernels.numerics import absmax, divide_rows, quantize_to, round_to, scale_for, to_e4m3
 
+_async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global  # before Triton 3.8
+
 # As numerics.tile_scale does it; written so, the loop over K does not spill (Triton 3.6.0 and 3.7.1).
 _UP_TO_POWER_OF_TWO = gl.constexpr("""{
     .reg .u32 bits, rounded;
@@ -70,10 +72,10 @@ def store_half(values, buffer, result, row, column, left, PIPE):
     buffer.store(values)
     if PIPE.FIRST:  # noqa: SIM114 - known when compiling, the next condition at run time
         fence_async_shared()
-        tma.async_copy_shared_to_global(result.desc, [row, column], buffer)
+        _async_store(result.desc, [row, column], buffer)
     elif left >= HALF_M:
         fence_async_shared()
-        tma.async_copy_shared_to_global(result.desc, [row, column], buffer)
+        _async_store(result.desc, [row, column], buffer)
     else:
         VEC: gl.constexpr = 128 // result.desc.dtype.primitive_bitwidth
         layout: gl.constexpr = gl.BlockedLayout([1, VEC], [VEC // 4, 128 // VEC], [4, 1], [1, 0])

@@ -9,6 +9,8 @@ from ep_moe.kernels.hopper.arguments import BLOCK_M, HALF_M, HALF_N
 from ep_moe.kernels.hopper.overlap import let_dependents_start, wait_for_kernel_before, wait_until_stored
 from ep_moe.kernels.hopper.tiles import put_tile
 
+_async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # before Triton 3.8
+
 
 @gluon.jit
 def load_operands(source, rows, tiles, buffers, drawn, PIPE, EPILOGUE):
@@ -65,20 +67,20 @@ def load_operands(source, rows, tiles, buffers, drawn, PIPE, EPILOGUE):
             else:
                 mbarrier.expect(full, X_BYTES + W_BYTES + SCALE_BYTES)
             column = k * PIPE.BLOCK_K
-            tma.async_copy_global_to_shared(x_desc, [row, column], full, buffers.x.index(2 * stage))
-            tma.async_copy_global_to_shared(w_desc, [w_row, column], full, buffers.w.index(PIPE.HALVES * stage))
+            _async_load(x_desc, [row, column], full, buffers.x.index(2 * stage))
+            _async_load(w_desc, [w_row, column], full, buffers.w.index(PIPE.HALVES * stage))
             if x_scale_desc is not None:
-                tma.async_copy_global_to_shared(x_scale_desc, [k, row], full, buffers.x_scale.index(stage))
+                _async_load(x_scale_desc, [k, row], full, buffers.x_scale.index(stage))
             elif PIPE.COPIED_SCALES:
                 async_copy.async_copy_global_to_shared(buffers.x_scale.index(stage), scale_ptrs, mask=scale_mask)
                 async_copy.mbarrier_arrive(full, increment_count=False)  # each thread arrives, once its copies have
                 scale_ptrs += x_scale_stride
             x_other = buffers.x.index(2 * stage + 1)
-            tma.async_copy_global_to_shared(x_desc, [row + HALF_M, column], full, x_other, pred=both)
+            _async_load(x_desc, [row + HALF_M, column], full, x_other, pred=both)
             if PIPE.HALVES == 2:
                 other_column = column + (PIPE.STEPS * PIPE.BLOCK_K if EPILOGUE.ALTERNATING else 0)
                 other_w = buffers.w.index(2 * stage + 1)
-                tma.async_copy_global_to_shared(w_desc, [other_w_row, other_column], full, other_w)
+                _async_load(w_desc, [other_w_row, other_column], full, other_w)
             step += 1
         t = following
     put_tile(drawn, number, 0, 0, 0, 0, 0)

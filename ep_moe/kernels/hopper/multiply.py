@@ -6,6 +6,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from ep_moe.kernels.hopper.arguments import HALF_M, HALF_N
 
+_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # from Triton 3.9 on
+
 
 @gluon.constexpr_function
 def sums_layout(ITEM_BITS):
@@ -86,7 +88,10 @@ def multiply_scaled(
     """
     BY_ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    x_scales = buffers.x_scale._reinterpret(gl.float32, [2 * PIPE.STAGES, HALF_M], FLAT)
+    if _PUBLIC:
+        x_scales = buffers.x_scale.reinterpret(gl.float32, [2 * PIPE.STAGES, HALF_M], FLAT)
+    else:
+        x_scales = buffers.x_scale._reinterpret(gl.float32, [2 * PIPE.STAGES, HALF_M], FLAT)
     sums = gl.zeros([HALF_M, HALF_N], gl.float32, LAYOUT)
     other_sums = gl.zeros([HALF_M, HALF_N], gl.float32, LAYOUT)
     zeros = gl.zeros([HALF_M, HALF_N], gl.float32, LAYOUT)

@@ -19,7 +19,7 @@ from ep_moe.kernel_launch.kernel import Kernel
 from ep_moe.kernels.exchange.dispatch_receive import Receiving
 from ep_moe.kernels.exchange.dispatch_send import Sending
 from ep_moe.kernels.exchange.round_state import Halves
-from ep_moe.kernels.exchange.wire_layout import Ranks, Row
+from ep_moe.kernels.exchange.wire_layout import Ranks, Row, header_stride
 from ep_moe.layout import TokenRows
 from ep_moe.layout.frame import Frame, make_frame
 from ep_moe.placement import Placement
@@ -257,7 +257,7 @@ class RoundPlans:
             sending=sending,
             receiving=Receiving(
                 BLOCK_WORDS=awaited_words(row.VALUE_WORDS, programs.taken_block, programs.num_warps),
-                HEADER_SPAN=triton.next_power_of_2(self._ranks.header_stride),
+                HEADER_SPAN=triton.next_power_of_2(header_stride(self._ranks.L)),
                 TOKENS=programs.taken_tokens,
                 BATCHED=layout is Layout.BATCHED,
                 POOLED=layout is Layout.FLAT,
