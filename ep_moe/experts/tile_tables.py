@@ -50,12 +50,14 @@ _LIMITS = {  # smallest, largest, whether a power of two
 }
 _CONDITIONS = {
     "dtypes": list,
+    "shared_kib": int,
     "gated": bool,
     "group_k": int,
     "whole_blocks": bool,
     "weight_bits": int,
     "fp8_weights": bool,
 }
+SHARED_KIB = (227, 163, 99)  # classes of GPUs by the shared memory of a block, of which 9.0, 8.0 and 8.9 are examples
 _log = logging.getLogger(__name__)
 _WIDEST_GROUP = 128  # `group_k` of a condition is the largest power of two up to this that divides a scale's columns
 
@@ -181,19 +183,21 @@ def default_table(
     dtype: torch.dtype,
     *,
     gated: bool,
+    shared_kib: int = SHARED_KIB[0],
     group_k: int = 0,
     whole_blocks: bool = True,
     weight_bits: int = 0,
     fp8_weights: bool = False,
 ) -> TileTable:
     """The table for shapes without one of their own, as measured fastest on an H200, and those of decoded weights on an
-    H100 (docs/BENCHMARKS.md).
+    H100 (docs/BENCHMARKS.md); for GPUs of less shared memory those that are compiled to fit it, which nobody measured.
 
     Few tokens want tiles of 16 or 32 tokens, which Hopper's tensor cores support only as columns: `SWAP_AB`. The two
     halves of a gated w13 want eight warps; fp8, with two sets of accumulators, at most 64 tokens.
 
     Args:
         dtype: of the rows that weights multiply. gated: whether w13 has two halves.
+        shared_kib: KiB of shared memory that a thread block may have; its class is the largest that does not exceed it.
         group_k: columns that share a weight scale, which no step of the reduction crosses; 0 without block scales.
         whole_blocks: whether 128 rows of a weight lie in one block of its scales; else each row loads its own.
         weight_bits: of an element of weights that are decoded to `dtype`; 0 if they are not.
@@ -204,6 +208,7 @@ def default_table(
     group = min(group_k & -group_k, _WIDEST_GROUP)
     facts = {"gated": gated, "group_k": group, "whole_blocks": whole_blocks}
     facts |= {"weight_bits": weight_bits, "fp8_weights": fp8_weights}
+    facts["shared_kib"] = next((size for size in SHARED_KIB if size <= shared_kib), SHARED_KIB[-1])
     for table in read_default_tables():
         wanted = dict(table.when)
         if name in wanted.pop("dtypes", [name]) and wanted.items() <= facts.items():

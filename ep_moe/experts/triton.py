@@ -21,9 +21,10 @@ from ep_moe.experts.prepared_rows import (
     prepared_width,
     shuffles,
 )
-from ep_moe.experts.tile_tables import default_table
+from ep_moe.experts.tile_tables import default_table, log_once
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles, fit_stages, fit_steps
 from ep_moe.kernel_launch.kernel import Kernel
+from ep_moe.kernels.device import Device
 from ep_moe.kernels.gemm.arguments import Codes, Epilogue, RowGroups, Scales, Sizes, TileShape
 from ep_moe.kernels.gemm.grouped import _first_gemm_kernel, _second_gemm_kernel
 from ep_moe.kernels.gemm.tokens import _prepare_rows_kernel
@@ -132,10 +133,12 @@ def _prepare(
 def _default(shape: CallShape) -> ExpertTiles:
     """Triton's tiles for calls of shapes without a table of their own."""
     stored, gated = shape.scheme.weight, shape.activation.kind.gated
+    shared_kib = Device.of(shape.device).shared_bytes // 1024
     if shape.decodes:
         table = default_table(
             shape.row_dtype,
             gated=gated,
+            shared_kib=shared_kib,
             weight_bits=shape.weight_bits,
             fp8_weights=stored.family == "scaled" and stored.dtype == torch.float8_e4m3fn,
         )
@@ -147,6 +150,7 @@ def _default(shape: CallShape) -> ExpertTiles:
     table = default_table(
         shape.row_dtype,
         gated=gated,
+        shared_kib=shared_kib,
         group_k=stored.group_width,
         whole_blocks=not blocked or (stored.block[0] % 128 == 0 and shape.halves_aligned),
     )
@@ -160,15 +164,11 @@ def _sums_within_groups(shape: CallShape, gemm: GemmTiles) -> bool:
 
 def _launchable(tiles: ExpertTiles, shape: CallShape) -> ExpertTiles:
     """The tiles with as many stages as fit the GPU."""
-    if shape.device.type != "cuda":
-        return tiles
-    properties = triton.runtime.driver.active.utils.get_device_properties(shape.device.index)
-    widths, stored = (8 * shape.row_dtype.itemsize, shape.weight_bits), shape.scheme.weight
-    grouped = stored.granularity in ("group", "block")
-    rearranged = stored.packed > 1 and not shape.decodes_pairs(folded=grouped)
-    return fit_stages(
-        tiles, properties["max_shared_mem"], *widths, gated=shape.activation.kind.gated, rearranged=rearranged
-    )
+    device, stored = Device.of(shape.device), shape.scheme.weight
+    widths, gated = (8 * shape.row_dtype.itemsize, shape.weight_bits), shape.activation.kind.gated
+    paired = shape.decodes_pairs(folded=stored.granularity in ("group", "block"))
+    decoding = {"rearranged": stored.packed > 1 and not paired, "paired": paired}
+    return fit_stages(tiles, device.shared_bytes, *widths, gated=gated, **decoding, warp_groups=device.warp_groups)
 
 
 def _checked(tiles: ExpertTiles, shape: CallShape, source: str) -> ExpertTiles:
@@ -205,9 +205,20 @@ class TritonGemms:
     def tiles(self, shape: CallShape, wanted: ExpertTiles | None = None, source: str = "") -> ExpertTiles:
         """The wanted tiles, or the default ones, with as many stages as fit the GPU.
 
-        Errors: ValueError if a step of a reduction would cross from one scale to the next. Local.
+        Those of a table that do not fit with one stage are replaced by the default ones; the log has the reason once.
+        Errors: ValueError if a step of a reduction would cross from one scale to the next, RuntimeError for tiles of
+        no table that do not fit. Local.
         """
-        return self.default_tiles(shape) if wanted is None else _launchable(_checked(wanted, shape, source), shape)
+        if wanted is None:
+            return self.default_tiles(shape)
+        checked = _checked(wanted, shape, source)
+        try:
+            return _launchable(checked, shape)
+        except RuntimeError as error:
+            if not source:
+                raise
+            log_once(f"{source}: tiles for another GPU are not used, defaults are: {error}")
+            return self.default_tiles(shape)
 
     def default_tiles(self, shape: CallShape) -> ExpertTiles:
         """The tiles for calls of shapes without a table of their own. Local."""

@@ -6,6 +6,7 @@ Letters: I intermediate, K columns that a GEMM sums over.
 import dataclasses
 
 _OTHER_SHARED_BYTES = 2048  # shared memory for barriers and scales, besides the stages' buffers
+_PAIRED_BITS = 512  # of a row of weights that are decoded two at once, for one product
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,28 +78,47 @@ def stage_bytes(block_m: int, gemm: GemmTiles, row_bits: int, weight_bits: int, 
 
 
 def fit_stages(
-    tiles: ExpertTiles, shared_bytes: int, row_bits: int, weight_bits: int, *, gated: bool, rearranged: bool = False
+    tiles: ExpertTiles,
+    shared_bytes: int,
+    row_bits: int,
+    weight_bits: int,
+    *,
+    gated: bool,
+    rearranged: bool = False,
+    paired: bool = False,
+    warp_groups: bool = True,
 ) -> ExpertTiles:
-    """Reduce num_stages until both GEMMs' buffers fit a block's shared memory. An H200 fits all of the default tables.
+    """Reduce num_stages until both GEMMs' buffers fit a block's shared memory. The default tables fit their GPUs.
 
-    Example: 128 rows and two halves of 128 columns with a bfloat16 block_k of 64 take 48 KiB a stage: three stages fit
-    the 163 KiB of an A100.
+    Without warp groups one stage of several is in registers, and the sums, and weights that were decoded two at once,
+    pass through shared memory to other threads.
+
+    Example: 128 rows and two halves of 128 columns with a bfloat16 block_k of 64 take 48 KiB a stage: four stages fit
+    the 227 KiB of an H200, and four, of which one is in registers, the 163 KiB of an A100.
 
     Args:
         shared_bytes: available to a thread block. row_bits, weight_bits: of a stored element. gated: whether w13 has
             two halves. rearranged: whether packed weights pass through shared memory once more, a byte each, as those
-            do that are decoded one by one.
+            do that are decoded one by one. paired: whether they are decoded two at once.
+        warp_groups: as `Device.warp_groups`.
     Errors: RuntimeError if one stage alone does not fit. Local.
     """
 
     def fitted(gemm: GemmTiles, halves: int) -> GemmTiles:
+        rows, in_registers = halves * gemm.block_n, 0 if warp_groups else 1
         needed = stage_bytes(tiles.block_m, gemm, row_bits, weight_bits, halves=halves)
-        other = _OTHER_SHARED_BYTES + rearranged * halves * gemm.block_n * gemm.block_k
+        at_once = rows if paired or rearranged else gemm.block_n  # columns of sums; decoded halves are one product
+        sums = 0 if warp_groups else 4 * tiles.block_m * at_once
+        other = _OTHER_SHARED_BYTES if warp_groups else 0
+        other += rearranged * rows * gemm.block_k
+        if paired and not warp_groups:
+            other += rows * (_PAIRED_BITS // weight_bits) * row_bits // 8
         most = (shared_bytes - other) // needed
-        if most < 1:
+        if most < 1 or sums > shared_bytes:
             raise RuntimeError(
-                f"a stage of {needed} bytes does not fit the {shared_bytes} bytes of a block's shared memory"
+                f"a stage of {needed} bytes, beside {other}, and sums of {sums} do not fit the {shared_bytes} bytes of "
+                "a block's shared memory"
             )
-        return dataclasses.replace(gemm, num_stages=min(gemm.num_stages, most))
+        return dataclasses.replace(gemm, num_stages=min(gemm.num_stages, most + in_registers))
 
     return dataclasses.replace(tiles, first=fitted(tiles.first, 2 if gated else 1), second=fitted(tiles.second, 1))

@@ -14,27 +14,34 @@ from ep_moe.kernels.numerics import INTERPRET
 
 WARP = tl.constexpr(32)  # threads
 SPREAD = tl.constexpr(8 * WARP)  # elements, at least one for each thread of a program of at most 8 warps
+FP8_CAPABILITY = (8, 9)  # conversions to and from e4m3, and products of it
 EARLY_LAUNCH_CAPABILITY = (9, 0)  # programmatic dependent launch
+_WARP_GROUP_MAJORS = (9, 10, 11)  # 12 has the instructions of 8.9 and those of TMA
 _REGISTERS_OF_AN_SM = 65536  # if torch does not report it: the same on all GPUs since compute capability 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """The limits of a GPU."""
+    """The limits of a GPU, and the instructions that it lacks."""
 
     capability: tuple[int, int]
     num_sms: int
+    shared_bytes: int  # of a thread block, at most
     registers: int  # of a multiprocessor (SM)
     threads: int  # that an SM holds at once
 
     @classmethod
     @functools.cache
     def of(cls, device: torch.device) -> "Device":
-        """The limits that CUDA reports for a GPU. Local."""
+        """The limits that CUDA reports for a GPU; of any other device those of Triton's interpreter. Local."""
+        if device.type != "cuda":
+            return _INTERPRETER
         found = torch.cuda.get_device_properties(device)
+        index = torch.cuda.current_device() if device.index is None else device.index
         return cls(
             capability=(found.major, found.minor),
             num_sms=found.multi_processor_count,
+            shared_bytes=triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"],
             registers=getattr(found, "regs_per_multiprocessor", _REGISTERS_OF_AN_SM),
             threads=found.max_threads_per_multi_processor,
         )
@@ -43,6 +50,28 @@ class Device:
     def early_launch(self) -> bool:
         """Whether kernels may start before the kernel before them has ended, and wait for it by `wait_for_launch`."""
         return self.capability >= EARLY_LAUNCH_CAPABILITY
+
+    @property
+    def fp8(self) -> bool:
+        """Whether it has instructions for e4m3; kernels decode and round it by integer arithmetic if not."""
+        return self.capability >= FP8_CAPABILITY
+
+    @property
+    def warp_groups(self) -> bool:
+        """Whether tensor cores read operands from shared memory (wgmma, tcgen05), not from registers (mma.sync)."""
+        return self.capability[0] in _WARP_GROUP_MAJORS
+
+    @property
+    def lacking(self) -> list[str]:
+        """The instructions that it lacks and that kernels use on other GPUs, in words."""
+        found = {"fp8": self.fp8, "early launch": self.early_launch, "wgmma or tcgen05": self.warp_groups}
+        return [name for name, has in found.items() if not has]
+
+
+# no limit of shared memory, and all of Triton's types
+_INTERPRETER = Device(
+    capability=EARLY_LAUNCH_CAPABILITY, num_sms=4, shared_bytes=1 << 40, registers=_REGISTERS_OF_AN_SM, threads=2048
+)
 
 
 @triton.jit

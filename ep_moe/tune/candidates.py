@@ -10,38 +10,33 @@ from typing import Any
 from ep_moe.experts.grouped_gemm import CallShape
 from ep_moe.experts.prepared_rows import shuffles
 from ep_moe.experts.tuning import HOPPER_TILES, ExpertTiles, GemmTiles, stage_bytes
+from ep_moe.kernels.device import Device
 
 _MOST_ACCUMULATORS = 224  # float32 registers of a thread for sums; more would spill
 _BLOCK_M, _BLOCK_N, _BLOCK_K, _WARPS = (16, 128), (32, 256), (16, 256), (2, 8)
 _STAGES, _PROGRAMS, _GROUP_M = (2, 6), (1, 6), (1, 64)
-_THREADS_OF_SM = 2048
 
 
-def neighbours(tiles: ExpertTiles, shape: CallShape, shared_bytes: int) -> Iterator[ExpertTiles]:
-    """Tiles that differ from `tiles` in one number of one GEMM, or in their row tiles, and that can be launched.
-
-    Args:
-        shared_bytes: available to a thread block; 0 does not limit (a CPU).
-    Local.
-    """
+def neighbours(tiles: ExpertTiles, shape: CallShape) -> Iterator[ExpertTiles]:
+    """Tiles that differ in one number of one GEMM, or in their row tiles, and that the GPU can launch. Local."""
     for group_m in _doubled(tiles.group_m, _GROUP_M):
-        yield from _fitting(dataclasses.replace(tiles, group_m=group_m), shape, shared_bytes)
+        yield from _fitting(dataclasses.replace(tiles, group_m=group_m), shape)
     if tiles.backend == HOPPER_TILES.backend:  # its kernels have tiles of one size
         return
     rows = 2 * max(shape.expected_rows - 1, 1).bit_length()
     for block_m in _doubled(tiles.block_m, _BLOCK_M):
         if block_m <= 16 or block_m < 1 << rows:
             changed = dataclasses.replace(tiles, block_m=block_m)
-            yield from _fitting(changed, shape, shared_bytes)
+            yield from _fitting(changed, shape)
             if (block_m >= 64) != (tiles.block_m >= 64):  # the tensor core takes 64 rows of its left operand
                 swapped = {
                     name: dataclasses.replace(getattr(tiles, name), swap=block_m < 64) for name in ("first", "second")
                 }
-                yield from _fitting(dataclasses.replace(changed, **swapped), shape, shared_bytes)
+                yield from _fitting(dataclasses.replace(changed, **swapped), shape)
     for gemm in _gemms(tiles.first):
-        yield from _fitting(dataclasses.replace(tiles, first=gemm), shape, shared_bytes)
+        yield from _fitting(dataclasses.replace(tiles, first=gemm), shape)
     for gemm in _gemms(tiles.second):
-        yield from _fitting(dataclasses.replace(tiles, second=gemm), shape, shared_bytes)
+        yield from _fitting(dataclasses.replace(tiles, second=gemm), shape)
 
 
 def _doubled(value: int, limits: tuple[int, int]) -> Iterator[int]:
@@ -64,7 +59,7 @@ def _changed(gemm: GemmTiles, **changes: Any) -> GemmTiles:
     return dataclasses.replace(gemm, **changes)
 
 
-def _fitting(tiles: ExpertTiles, shape: CallShape, shared_bytes: int) -> Iterator[ExpertTiles]:
+def _fitting(tiles: ExpertTiles, shape: CallShape) -> Iterator[ExpertTiles]:
     """The tiles, if a GPU can hold their sums and stages, no step crosses from one scale to the next, and weights that
     are decoded are read in whole words: others are decoded one by one.
 
@@ -73,17 +68,18 @@ def _fitting(tiles: ExpertTiles, shape: CallShape, shared_bytes: int) -> Iterato
     if tiles.backend == HOPPER_TILES.backend:
         yield tiles
         return
-    width = shape.scheme.weight.group_width
+    width, device = shape.scheme.weight.group_width, Device.of(shape.device)
     for gemm, halves in ((tiles.first, 2 if shape.activation.kind.gated else 1), (tiles.second, 1)):
         sums = halves * tiles.block_m * gemm.block_n // (32 * gemm.num_warps)
-        if sums > _MOST_ACCUMULATORS or gemm.num_warps * 32 * gemm.programs_per_sm > _THREADS_OF_SM:
+        if sums > _MOST_ACCUMULATORS or gemm.num_warps * 32 * gemm.programs_per_sm > device.threads:
             return
         if width and width % gemm.block_k and not (shape.decodes and gemm.block_k % width == 0):
             return
         if shape.decodes and not shuffles(shape, gemm):
             return
         row_bits = 8 * shape.row_dtype.itemsize
-        stages = gemm.num_stages * stage_bytes(tiles.block_m, gemm, row_bits, shape.weight_bits, halves=halves)
-        if shared_bytes and stages * gemm.programs_per_sm > shared_bytes:
+        buffers = gemm.num_stages if device.warp_groups else gemm.num_stages - 1  # one is in registers
+        stages = buffers * stage_bytes(tiles.block_m, gemm, row_bits, shape.weight_bits, halves=halves)
+        if stages * gemm.programs_per_sm > device.shared_bytes:
             return
     yield tiles

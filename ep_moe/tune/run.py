@@ -59,14 +59,9 @@ def tune(engine: EngineConfig, config: TuneConfig) -> dict[str, Any]:
         return {"gpu": device_name(device), "dtype": dtype, "rows": checked}
     about["backends"] = problem.backends
     journal = Journal(path.with_suffix(".measured.jsonl"), about)
-    shared = 0
-    if device.type == "cuda":
-        import triton
-
-        shared = triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
     end = time.monotonic() + 60 * config.minutes
     with _compiling(sizes, device, config) as compiling, _Progress() as progress:
-        search = Search(problem=problem, journal=journal, compile=compiling, shared_bytes=shared, report=progress.trial)
+        search = Search(problem=problem, journal=journal, compile=compiling, report=progress.trial)
         for index, rows in enumerate(reversed(config.rows)):  # many rows have few candidates and leave time
             left = (end - time.monotonic()) / (len(config.rows) - index)
             if config.stage == "compile":

@@ -31,14 +31,12 @@ class Search:
 
     Args:
         problem: to measure on. journal: of the trials. compile: kernels beforehand, in parallel.
-        shared_bytes: shared memory of a thread block; 0 does not limit.
         report: called after each candidate, with the number of trials and the fastest.
     """
 
     problem: Problem
     journal: Journal
     compile: Compile
-    shared_bytes: int
     report: Callable[[int, Trial], None]
 
     def run(self, rows: int, seeds: Iterable[ExpertTiles], secs: float) -> Chosen:
@@ -81,7 +79,7 @@ class Search:
         self.problem.set_rows(rows)
         starts = self.problem.choices()
         best = min(self.journal.of(rows), key=_us, default=self._known(rows, starts[0]))
-        candidates = [*starts, best.tiles, *neighbours(best.tiles, self.problem.shape, self.shared_bytes)]
+        candidates = [*starts, best.tiles, *neighbours(best.tiles, self.problem.shape)]
         return len(self._compiled(candidates, secs))
 
     def _compiled(self, candidates: Iterable[ExpertTiles], secs: float) -> dict[ExpertTiles, str]:
@@ -93,13 +91,13 @@ class Search:
         return {tiles: known[tiles] for tiles in candidates if tiles in known}
 
     def _num_neighbours(self, trial: Trial) -> int:
-        return sum(1 for _ in neighbours(trial.tiles, self.problem.shape, self.shared_bytes))
+        return sum(1 for _ in neighbours(trial.tiles, self.problem.shape))
 
     def _climb(self, rows: int, best: Trial, end: float) -> tuple[Trial, bool]:
         """The fastest tiles of one backend that are found from `best` on, and whether none near them is faster."""
         complete = bool(best.why)  # a backend whose own tiles are refused is not searched
         while time.monotonic() < end and not complete:
-            around = list(neighbours(best.tiles, self.problem.shape, self.shared_bytes))
+            around = list(neighbours(best.tiles, self.problem.shape))
             found = self._try(rows, around, end)
             parts = [
                 min((self._known(rows, t) for t in around if self._differs_in(part, t, best)), key=_us, default=best)

@@ -11,7 +11,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-TARGETS = (90, 100)
+TARGETS = (90, 100)  # of a call that names none
+OTHERS = (80, 86, 89, 120)
+EARLY_LAUNCH = 90  # the first target with programmatic dependent launch
 
 
 def share(text: str) -> tuple[int, int]:
@@ -28,7 +30,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--package", default="ep_moe", help="whose jit functions need cases")
     parser.add_argument("--cases", default="compile_check.cases", help="module with cases() and RULES_OF_ORDER")
     parser.add_argument("--only", default="", help="run the cases with this in their name, and look for no missing one")
-    parser.add_argument("--target", type=int, choices=TARGETS, action="append", help="compute capability; all")
+    text = "compute capability, repeatable; {} and {}".format(*TARGETS)
+    parser.add_argument("--target", type=int, choices=sorted(TARGETS + OTHERS), action="append", help=text)
     text = "I/N compiles every N-th case from the I-th on, and runs the others' launchers"
     parser.add_argument("--share", type=share, default=(0, 1), help=text)
     parser.add_argument("--report", type=Path, help="write what one target compiled to this file, and print nothing")
@@ -46,12 +49,18 @@ def start(arguments: argparse.Namespace, target: int, folder: Path) -> subproces
 def check_target(arguments: argparse.Namespace, target: int) -> dict[str, Any]:
     """Compile and check all cases for one target, in this process."""
     from compile_check import checking  # imports Triton, which reads TRITON_CACHE_DIR
+    from compile_check.order import AfterLaunch
 
     module = importlib.import_module(arguments.cases)
     cases = [case for case in module.cases() if arguments.only in case.name]
     cases = [case for case in cases if case.targets is None or target in case.targets]
     elsewhere = [name for name, targets in getattr(module, "TARGETS_OF", {}).items() if target not in targets]
     ordered = getattr(module, "RULES_OF_ORDER", {})
+    if target < EARLY_LAUNCH:
+        ordered = {
+            kernel: tuple(rule for rule in rules if not isinstance(rule, AfterLaunch))
+            for kernel, rules in ordered.items()
+        }
     options = {"complete": not arguments.only, "elsewhere": elsewhere, "rules_of_order": ordered}
     result = checking.check_cases(cases, arguments.package, target, share=arguments.share, **options)
     return dataclasses.asdict(result)

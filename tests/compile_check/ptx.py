@@ -76,16 +76,17 @@ def read(text: str) -> Program:
     """
     paths = {match[1]: str(Path(match[2], match[3] or "")) for match in map(_FILE.match, text.splitlines()) if match}
     by_name = {Path(path).name: path for path in paths.values()}
-    body, frames, lines = False, tuple[Frame, ...](), list[tuple[str, tuple[Frame, ...]]]()
+    depth, frames, lines = 0, tuple[Frame, ...](), list[tuple[str, tuple[Frame, ...]]]()  # of braces
     parameters, callers = set(), dict[tuple[str, ...], tuple[str, ...] | None]()
     for line in text.splitlines():
         if match := _PARAM.search(line):
             parameters.add(f"[{match[1]}]")
-        if line.startswith(("{", "}")):
-            body = line.startswith("{")
-        elif not body:
+        inside = depth > 0
+        if inside or line.startswith("{"):
+            depth += line.count("{") - line.count("}")
+        if not inside or depth == 0:
             continue
-        elif match := _LOC.match(line):
+        if match := _LOC.match(line):
             outer = tuple((by_name.get(name, name), int(at)) for name, at in _OUTER.findall(match[4]))
             inlined = _INLINED.search(match[4])
             here = match.group(1, 2, 3)

@@ -5,14 +5,14 @@ from typing import Any
 from compile_check import ir, sass
 from compile_check.case import Finding
 from compile_check.source import look_up
+from compile_check.stub import SHARED_BYTES
 
 MINIMUM_WIDTH_BYTES = 4
-SHARED_LIMIT_BYTES = {90: 232448, 100: 232448}  # per block, with opt-in
 MOST_SPILLED = 16  # stores of a kernel of Gluon to local memory
 WARP_GROUP_ROWS = 64  # fewest rows of a product by a warp group (sm_90) or in tensor memory (sm_100)
 WARP_GROUP_WARPS = 4
-FP8_OPCODES = {90: {"QGMMA"}, 100: {"UTCQMMA"}}
-WARP_GROUP_OPCODES = {90: {"HGMMA", "QGMMA", "IGMMA"}, 100: {"UTCHMMA", "UTCQMMA", "UTCIMMA"}}
+FP8_OPCODES = {89: {"QMMA"}, 90: {"QGMMA"}, 100: {"UTCQMMA"}, 120: {"QMMA"}}  # others multiply e4m3 as float16
+WARP_GROUP_OPCODES = {90: {"HGMMA", "QGMMA", "IGMMA"}, 100: {"UTCHMMA", "UTCQMMA", "UTCIMMA"}}  # others have mma.sync
 
 
 def check(kernel: str, compiled: Any, intermediate: ir.Ir, machine: sass.Sass) -> list[Finding]:
@@ -20,8 +20,8 @@ def check(kernel: str, compiled: Any, intermediate: ir.Ir, machine: sass.Sass) -
     meta = compiled.metadata
     arch = meta.target.arch
     findings = []
-    if meta.shared > SHARED_LIMIT_BYTES[arch]:
-        text = f"{meta.shared} bytes of shared memory exceed {SHARED_LIMIT_BYTES[arch]}"
+    if meta.shared > SHARED_BYTES[arch]:
+        text = f"{meta.shared} bytes of shared memory exceed {SHARED_BYTES[arch]}"
         findings.append(Finding(rule="shared", kernel=kernel, text=text))
     findings += [
         Finding(rule="tensor_core", kernel=kernel, text=text)
@@ -68,7 +68,7 @@ def _products(intermediate: ir.Ir, machine: sass.Sass, arch: int, num_warps: int
     """Errors in the use of tensor-core instructions."""
     found, texts = set(machine.tensor_core), []
     has = f"(has {', '.join(sorted(found)) or 'no tensor core instruction'})"
-    fp8_opcodes, warp_group = FP8_OPCODES[arch], WARP_GROUP_OPCODES[arch]
+    fp8_opcodes, warp_group = FP8_OPCODES.get(arch, set()), WARP_GROUP_OPCODES.get(arch)
     for dot in dict.fromkeys(intermediate.dots):
         what = f"{dot.m}x{dot.n}x{dot.k} product of {dot.left} and {dot.right}"
         if dot.fp8:
@@ -79,7 +79,7 @@ def _products(intermediate: ir.Ir, machine: sass.Sass, arch: int, num_warps: int
         elif ir.ELEMENT_BYTES[dot.left] == 2 or dot.precision != "ieee":
             if not found:
                 texts.append(f"{what} without a tensor core")
-            elif dot.m >= WARP_GROUP_ROWS and num_warps >= WARP_GROUP_WARPS and not found & warp_group:
+            elif warp_group and dot.m >= WARP_GROUP_ROWS and num_warps >= WARP_GROUP_WARPS and not found & warp_group:
                 texts.append(f"{what} without {' or '.join(sorted(warp_group))} {has}")
     if intermediate.dots and all(dot.fp8 for dot in intermediate.dots) and found - fp8_opcodes and found & fp8_opcodes:
         texts.append(f"fp8 products, some of which are not in fp8 {has}")

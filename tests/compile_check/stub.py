@@ -4,12 +4,23 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler.code_generator import CodeGenerator
 from triton.runtime.jit import JITFunction
+
+from ep_moe.kernels.device import Device
+
+SHARED_BYTES = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}  # of a block, with opt-in
+
+
+def limits_of(arch: int) -> Device:
+    """The limits of a GPU of sm_`arch`; numbers of SMs, registers and threads matter to launches alone."""
+    capability = divmod(arch, 10)
+    return Device(capability=capability, num_sms=132, shared_bytes=SHARED_BYTES[arch], registers=65536, threads=1536)
 
 
 class StubDriver:
@@ -48,7 +59,7 @@ class Recorder:
 
 @contextlib.contextmanager
 def compile_only(arch: int) -> Iterator[Recorder]:
-    """Make every launch in this block compile for sm_`arch` and not run; failed ones are recorded too.
+    """Make every launch in this block compile for sm_`arch`, in its limits, and not run; failed ones are recorded too.
 
     Triton's cache must be empty: a cached kernel is not compiled, so its calls of jit functions would not be recorded.
     """
@@ -75,6 +86,7 @@ def compile_only(arch: int) -> Iterator[Recorder]:
     triton.runtime.driver.set_active(StubDriver(arch))
     JITFunction.run, CodeGenerator.call_JitFunction = run_stubbed, call_recorded
     try:
-        yield recorder
+        with mock.patch.object(Device, "of", return_value=limits_of(arch)):
+            yield recorder
     finally:
         JITFunction.run, CodeGenerator.call_JitFunction = run, call

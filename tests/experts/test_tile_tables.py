@@ -107,7 +107,7 @@ def test_bad_tables(change: Callable[[dict[str, Any]], Any], words: tuple[str, .
         ("{", ("Expecting",)),
         ("{}", ("is not a list of tables",)),
         ([{"rows": good()}], ("table 0", "'when' and 'rows'")),
-        ([{"when": {"gated": 1}, "rows": good()}], ("table 0: condition gated (1)", "dtypes, gated, group_k")),
+        ([{"when": {"gated": 1}, "rows": good()}], ("table 0: condition gated (1)", "dtypes, shared_kib, gated")),
         ([{"when": {"phase": 1}, "rows": good()}], ("table 0: condition phase (1)",)),
         ([{"when": {}, "rows": {"1": {}}}], ("table 0: 1: missing key BLOCK_SIZE_M",)),
     ],

@@ -6,11 +6,14 @@ Letters: L local experts, H hidden, I intermediate, N received rows.
 import dataclasses
 import functools
 import gc
+import itertools
 import json
+import logging
 import math
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -36,10 +39,11 @@ from ep_moe.experts.grouped_gemm import CallShape
 from ep_moe.experts.kernels import KernelExperts
 from ep_moe.experts.prepared_rows import group_loads, inner_order, inner_width
 from ep_moe.experts.requantize import prepare_tile_list
-from ep_moe.experts.tile_tables import default_table, table_name
+from ep_moe.experts.tile_tables import default_table, log_once, table_name
 from ep_moe.experts.triton import TritonGemms
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles, fit_stages
 from ep_moe.kernel_launch.kernel import as_constants
+from ep_moe.kernels.device import Device
 from ep_moe.kernels.gemm.arguments import RowGroups, Rows, Stored, TileList
 from ep_moe.kernels.gemm.requantize import _expert_amax_kernel
 from ep_moe.layout import ExpertBatch, Flat
@@ -598,16 +602,56 @@ def test_tiles_of_a_user_s_table(tmp_path: Path) -> None:
 
 def test_stages_fit_the_shared_memory() -> None:
     tiles = default_table(torch.bfloat16, gated=True).choose(500)
-    h200, a100, l40 = (fit_stages(tiles, size, 16, 16, gated=True) for size in (232448, 166912, 101376))
-    assert h200 == tiles
-    assert [t.first.num_stages for t in (h200, a100, l40)] == [4, 3, 2]
-    assert [t.second.num_stages for t in (h200, a100, l40)] == [3, 3, 3]
-    with pytest.raises(RuntimeError, match="49152 bytes does not fit the 49152 bytes"):
+    assert fit_stages(tiles, 232448, 16, 16, gated=True) == tiles
+    a100, l40 = (fit_stages(tiles, size, 16, 16, gated=True, warp_groups=False) for size in (166912, 101376))
+    assert [t.first.num_stages for t in (a100, l40)] == [4, 3]  # one of them in registers
+    assert [t.second.num_stages for t in (a100, l40)] == [3, 3]
+    with pytest.raises(RuntimeError, match="stage of 49152 bytes, beside 2048, .* do not fit the 49152 bytes"):
         fit_stages(tiles, 49152, 16, 16, gated=True)
     packed = default_table(torch.float16, gated=True, weight_bits=4).choose(500)
     assert fit_stages(packed, 232448, 16, 4, gated=True) == packed
     one_by_one = fit_stages(packed, 232448, 16, 4, gated=True, rearranged=True)  # three would need 233472 bytes
     assert [one_by_one.first.num_stages, one_by_one.second.num_stages] == [2, 2]
+
+
+@pytest.mark.parametrize(("capability", "shared"), [((8, 0), 166912), ((8, 9), 101376), ((12, 0), 101376)])
+def test_default_tiles_fit_smaller_gpus_as_they_are(capability: tuple[int, int], shared: int) -> None:
+    """No default tile of another GPU than Hopper's and Blackwell's loses a stage."""
+    device = dataclasses.replace(Device.of(torch.device("cpu")), capability=capability, shared_bytes=shared)
+    widths = {torch.bfloat16: 16, torch.float8_e4m3fn: 8, torch.int8: 8, torch.float32: 32}
+    for dtype, bits in widths.items():
+        kinds = [(0, False)] + ([(4, False), (8, True), (8, False)] if dtype == torch.bfloat16 else [])
+        for (weight_bits, fp8), gated, rows in itertools.product(kinds, (True, False), (4, 16, 32, 64, 128, 256)):
+            facts = {"gated": gated, "weight_bits": weight_bits, "fp8_weights": fp8}
+            tiles = default_table(dtype, shared_kib=shared // 1024, **facts).choose(rows)
+            fitted = fit_stages(
+                tiles,
+                device.shared_bytes,
+                bits,
+                weight_bits or bits,
+                gated=gated,
+                paired=weight_bits > 0 and not fp8,
+                warp_groups=device.warp_groups,
+            )
+            assert fitted == tiles, (dtype, facts, rows)
+
+
+def test_a_table_that_does_not_fit_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
+    """Its tiles are replaced by the defaults, which is said once; tiles without a table are an error."""
+    case = make_case("none", torch.bfloat16)
+    shape = CallShape.of(case.batch(Layout.COMPACT), case.weights, SILU)
+    wide = GemmTiles(block_n=256, block_k=256, num_stages=2)
+    tiles = ExpertTiles(block_m=128, first=wide, second=wide)
+    small = dataclasses.replace(Device.of(torch.device("cpu")), capability=(8, 9), shared_bytes=101376)
+    log_once.cache_clear()
+    with mock.patch.object(Device, "of", return_value=small), caplog.at_level(logging.INFO, logger="ep_moe.experts"):
+        for _ in range(2):
+            assert TritonGemms().tiles(shape, tiles, "other.json") == TritonGemms().default_tiles(shape)
+        with pytest.raises(RuntimeError, match="do not fit the 101376 bytes"):
+            TritonGemms().tiles(shape, tiles)
+    assert [r.message for r in caplog.records if "other.json: tiles for another GPU are not used" in r.message] == [
+        caplog.records[0].message
+    ]
 
 
 def test_auto_and_names() -> None:

@@ -296,12 +296,19 @@ def _tiles_of(
     tiles = fit_steps(tiles, stored.group_width, across=decoded and not rows.quantized)
     if device.type != "cuda":
         return tiles
-    import triton  # exists only on Linux
+    from ep_moe.kernels.device import Device  # imports Triton, which exists only on Linux
 
-    index = torch.cuda.current_device() if device.index is None else device.index
-    shared = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
+    limits = Device.of(device)
     bits = 8 * (rows.dtype or dtype).itemsize, 8 * (stored.dtype or dtype).itemsize // stored.packed
-    return fit_stages(tiles, shared, *bits, gated=gated, rearranged=stored.packed > 1)
+    return fit_stages(
+        tiles,
+        limits.shared_bytes,
+        *bits,
+        gated=gated,
+        rearranged=stored.packed > 1,
+        paired=decoded,
+        warp_groups=limits.warp_groups,
+    )
 
 
 def configs_key(flags: Flags, w2: torch.Tensor, dtype: torch.dtype) -> ConfigsKey:
