@@ -203,6 +203,8 @@ def _gpus() -> Iterator[Finding]:
         mend = "" if capability >= (8, 0) else "the kernels are compiled for 8.0 and later: --experts torch"
         mend = mend or ("" if free > total / 2 else "another process uses it: nvidia-smi")
         yield line(f"GPU {index}", WARNING if mend else OK, found, mend)
+        if capability >= (8, 0) and util.find_spec("triton") is not None:
+            yield _kernels(line, index)
     yield line("NCCL", OK, ".".join(map(str, torch.cuda.nccl.version())))
     if count > 1:
         pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
@@ -212,6 +214,21 @@ def _gpus() -> Iterator[Finding]:
         found = f"all pairs{f', by {links}' if links else ''}" if not apart else f"not between {apart[0]}"
         yield line("peer access", WARNING if apart else OK, found, mend if apart else "")
     yield from _tiles(line, torch.cuda.get_device_name(0))
+
+
+def _kernels(line: Callable[..., Finding], index: int) -> Finding:
+    """What the kernels find on a GPU, and whether they have ever run on its kind."""
+    import torch
+
+    from ep_moe.experts.hopper.shapes import CAPABILITY
+    from ep_moe.kernels.device import Device
+
+    device = Device.of(torch.device("cuda", index))
+    found = f"tiles for {device.shared_bytes // 1024} KiB of shared memory"
+    found += f", without {', '.join(device.lacking)}" if device.lacking else ""
+    ran = device.capability == CAPABILITY
+    mend = "" if ran else "compiled, never run: compare with --experts torch, then ep-moe tune"
+    return line(f"kernels on GPU {index}", OK if ran else NOTE, found, mend)
 
 
 def _links() -> str:

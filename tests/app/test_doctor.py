@@ -1,5 +1,6 @@
 """`ep-moe doctor`: its report on this machine and on others, and the figures that it compares with."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from ep_moe.app import doctor
 from ep_moe.app.doctor import EXPECTED, judged
 from ep_moe.cli import app
+from ep_moe.kernels.device import Device
 
 
 def findings(*options: str) -> dict[str, dict[str, Any]]:
@@ -83,6 +85,12 @@ def test_gpus_are_listed_with_links_and_timed(monkeypatch: pytest.MonkeyPatch) -
     }
     for name, value in cuda.items():
         monkeypatch.setattr(torch.cuda, name, value)
+    interpreter = Device.of(torch.device("cpu"))
+    limits = [
+        dataclasses.replace(interpreter, capability=capability, shared_bytes=kib * 1024)
+        for capability, kib in (((9, 0), 227), ((8, 6), 99))
+    ]
+    monkeypatch.setattr(Device, "of", lambda device: limits[device.index])
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
     times = {"transport": ("sum_us", 24.0), "experts": ("call_us", 700.0)}
 
@@ -93,6 +101,10 @@ def test_gpus_are_listed_with_links_and_timed(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("ep_moe.app.start.on_ranks", on_ranks)
     found = findings("--only", "gpus", "--only", "speed")
     assert (found["GPU 0"]["verdict"], found["GPU 1"]["verdict"]) == ("ok", "warning")
+    first, second = found["kernels on GPU 0"], found["kernels on GPU 1"]
+    assert (first["verdict"], first["found"]) == ("ok", "tiles for 227 KiB of shared memory")
+    assert (second["verdict"], "compiled, never run" in second["mend"]) == ("note", True)
+    assert second["found"].endswith("for 99 KiB of shared memory, without fp8, early launch, wgmma or tcgen05")
     assert (found["peer access"]["verdict"], found["NCCL"]["found"]) == ("warning", "2.28.9")
     assert " shipped for NVIDIA H200" in found["tile tables"]["found"]
     assert found["exchange"]["verdict"] == "ok"

@@ -2,13 +2,14 @@
 
     PYTHONPATH=tests python -m compile_check
 
-runs all cases for sm_90 and sm_100, prints a table and a line for each finding, and exits with 1 if there are any. It
-needs no GPU and a process without TRITON_INTERPRET. A case calls real launchers with tensors of real sizes, so that
-kernels are compiled with the alignments and options of real runs. The rules and their findings:
+runs all cases for sm_90 and sm_100, prints a table and a line for each finding, and exits with 1 if there are any.
+`--target 89` runs them for another one, of 80, 86, 89 and 120, with its limits, and so with the tiles for it. It needs
+no GPU and a process without TRITON_INTERPRET. A case calls real launchers with tensors of real sizes, so that kernels
+are compiled with the alignments and options of real runs. The rules and their findings:
 
     case         a kernel that no case launches, any other jit function that no launched kernel calls, a module that
                  does not import, a launcher or a compilation that fails
-    spill        registers that spill to local memory
+    spill        registers that spill to local memory; of targets for which no tile was measured they are listed
     loop_spill   the same within a loop over products, in a kernel of Gluon, whose partitions divide the registers
     many_spills  more than 16 stores to local memory, in such a kernel
     shared       more shared memory than a block may have

@@ -18,6 +18,7 @@ from ep_moe.experts.grouped_gemm import CallShape
 from ep_moe.experts.hopper.shapes import CAPABILITY
 from ep_moe.experts.kernels import KernelExperts
 from ep_moe.experts.tuning import HOPPER_TILES, ExpertTiles
+from ep_moe.kernels.device import Device
 from ep_moe.layout import Compact, ExpertBatch, Flat, Packed, TokenRows, pack, weighted_sum
 from ep_moe.quant import StoredMatrix, as_bytes, dequantize_weight, get_scheme, quantize, quantize_weight, round_trip
 from ep_moe.testing import ROW_ERROR_LIMITS, assert_same_bits, worst_row_error
@@ -211,6 +212,16 @@ def test_equals_the_torch_experts(name: str, kind: str, scheme: str) -> None:
             assert error < limit, f"{layout}, {num_rows} rows"
             worst = max(worst, error)
     print(f"{name} {kind} {scheme}: worst row {worst:.2e}")
+
+
+@pytest.mark.parametrize("shared_kib", [163, 99])
+@pytest.mark.parametrize("scheme", ["none", "fp8_block", "fp8_token", "fp8_w8a16", "int8_w8a16", "int4_w4a16_zp"])
+def test_tiles_of_gpus_with_less_shared_memory(scheme: str, shared_kib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This GPU computes with the default tiles of smaller ones, with as many stages as it fits in their memory."""
+    smaller = dataclasses.replace(Device.of(torch.device("cuda")), shared_bytes=shared_kib * 1024)
+    monkeypatch.setattr(Device, "of", lambda device: smaller)
+    test_equals_the_torch_experts("qwen3-30b", "triton", scheme)
+    test_equals_the_torch_experts("gpt-oss-120b", "triton", scheme)
 
 
 ACTIVATIONS = {kind.value: ActivationConfig(kind=kind) for kind in ActivationKind} | {"gpt-oss": GPT_OSS}
