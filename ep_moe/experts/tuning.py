@@ -109,8 +109,7 @@ def fit_stages(
         needed = stage_bytes(tiles.block_m, gemm, row_bits, weight_bits, halves=halves)
         at_once = rows if paired or rearranged else gemm.block_n  # columns of sums; decoded halves are one product
         sums = 0 if warp_groups else 4 * tiles.block_m * at_once
-        other = _OTHER_SHARED_BYTES if warp_groups else 0
-        other += rearranged * rows * gemm.block_k
+        other = _OTHER_SHARED_BYTES + rearranged * rows * gemm.block_k
         if paired and not warp_groups:
             other += rows * (_PAIRED_BITS // weight_bits) * row_bits // 8
         most = (shared_bytes - other) // needed
