@@ -65,7 +65,7 @@ def _serve(
         raise ValueError(f"{model_dir(engine)} cannot be served: {reason}")
     num_rows, num_positions = config.max_rows, _num_positions(model, config)
     end_ids, vocab_size = end_ids_of(model, tokenizer), model.get_input_embeddings().weight.shape[0]
-    with group.guard("warm up"):
+    with progress_bar(group), group.guard("warm up"):
         grammars, reason = _grammars(tokenizer, vocab_size, end_ids)
         no_grammars = next(filter(None, group.all_gather_object(reason)), "")
         rows = RowDecoder(
@@ -77,7 +77,8 @@ def _serve(
             grammars=grammars,
             prefix_rows=config.prefix_rows,
         )
-        start_rebalancing(session, rebalance)  # behind the passes that warm up
+        rows.warmup()
+        start_rebalancing(session, rebalance)  # behind passes that warm up, which are no load
     if config.prefix_rows and not rows.prefix_blocks and group.rank == 0:
         _log.warning("prefixes are not kept: layers with a sliding window forget keys and values")
     limits = Limits(

@@ -407,9 +407,12 @@ def test_why_there_are_no_graphs(shipped: PreTrainedModel, caplog: pytest.LogCap
     assert windows_of(sharded_model("gpt_oss_windows").config) == [6, None, 6]
 
 
-def test_a_pass_is_captured_once_for_its_shape(shipped: PreTrainedModel, reference: torch.Tensor) -> None:
+def test_a_pass_is_captured_once_for_its_shape(
+    shipped: PreTrainedModel, reference: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = from_pretrained(SHIPPED_MODEL, EPGroup.single("cpu"), dtype=torch.float32)
     steps, (ids, mask) = [], prompts_of(*TEXTS)
+    monkeypatch.setattr("ep_moe.engines.transformers.decoding.passes.LEAST_CAPACITY", 64)
     with captured_on_a_cpu() as counts:
         for rows, new_tokens in ((4, 4), (3, 4), (1, 4), (4, 30), (4, 4)):
             found = by_passes(model, *prompts_of(*TEXTS[:rows]), graphs=True, max_new_tokens=new_tokens)

@@ -39,6 +39,7 @@ from ep_moe.engines.transformers.decoding.passes import (
 from ep_moe.engines.transformers.decoding.sequences import NONE, Sequences
 from ep_moe.engines.transformers.hooks import DecodeExperts, Model, Session
 from ep_moe.layer import ExpertParallelMoE
+from ep_moe.logs import log_step
 from ep_moe.transport import CollectiveTransport, GatheredTransport, LocalTransport, Transport
 
 PASSES_PER_READ = 16  # after these the host reads tokens, checks the transport and asks whether all ranks have ended
@@ -211,7 +212,7 @@ class Decoder:
         """Make the transport and capture the pass, if any rank lacks them. Collective."""
         rebuilt = self.make_transport(model, max(other.rows for other in requests))
         if self.graphs and (rebuilt or any(other.cold for other in requests)):
-            self.capture_pass(model, shape)
+            self.capture_passes(model, (shape,))
 
     def _is_cold(self, shape: Shape) -> bool:
         return self.graphs and shape not in self._replays
@@ -408,8 +409,10 @@ class Decoder:
         else:
             replay()
 
-    def capture_pass(self, model: Model, shape: Shape) -> None:
-        """Capture this rank's pass if necessary. Ranks that have theirs take part in the warm-up passes. Collective."""
+    @torch.inference_mode()
+    def capture_passes(self, model: Model, shapes: Sequence[Shape]) -> None:
+        """Capture this rank's passes, as many on all ranks, as far as necessary: ranks that have theirs take part in
+        the warm-up passes. Collective, host sync."""
         sequences, group = self.sequences, self._session.group
         assert self._transport is not None
         for transport in (self._transport, self._session.transport):
@@ -420,14 +423,17 @@ class Decoder:
                 )
         live = sequences.live.clone()
         sequences.live.zero_()  # rows that are not live keep their tokens and positions, and send nothing
-        for _ in range(_WARM_UPS):
-            self._run(model, shape)
-        self._check()
-        if shape not in self._replays:
-            self._pool = self._pool or new_pool()
-            self._replays[shape] = capture(lambda: self._step(model, shape), self._pool)
+        for number, shape in enumerate(shapes, 1):
+            for _ in range(_WARM_UPS):
+                self._run(model, shape)
+            self._check()
+            if shape not in self._replays:
+                self._pool = self._pool or new_pool()
+                self._replays[shape] = capture(functools.partial(self._step, model, shape), self._pool)
+            sequences.step.zero_()
+            if len(shapes) > 1:
+                log_step("decode passes captured", number, len(shapes))
         sequences.live.copy_(live)
-        sequences.step.zero_()
         group.wait_for_all("capture")  # captures take different times, and the next pass has a timeout
 
     def _check(self) -> None:

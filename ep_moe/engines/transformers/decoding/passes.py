@@ -12,13 +12,13 @@ import torch
 
 from ep_moe.placement import Placement
 
-LEAST_CAPACITY = 64
+LEAST_CAPACITY = 256  # a pass with fewer positions takes as long, and each capacity is a graph of its own
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
     """The key of a captured pass: rows of its bucket, capacity in positions, whether it samples, and whether it also
-    adjusts logits and keeps log-probabilities."""
+    adjusts logits and keeps log-probabilities: such a pass samples, which changes no token of greedy rows."""
 
     rows: int
     capacity: int
@@ -29,7 +29,20 @@ class Shape:
 def pass_shape(num_rows: int, num_positions: int, sampled: bool, adjusted: bool = False) -> Shape:
     """The shape of decode passes for the first rows of a rank, 0 or more, up to a number of positions. Local."""
     capacity = bucket_of(num_positions, LEAST_CAPACITY)
-    return Shape(rows=bucket_of(num_rows), capacity=capacity, sampled=sampled, adjusted=adjusted)
+    return Shape(rows=bucket_of(num_rows), capacity=capacity, sampled=sampled or adjusted, adjusted=adjusted)
+
+
+def all_shapes(num_rows: int, num_positions: int) -> list[Shape]:
+    """Those of all decode passes for up to so many rows and positions, the largest first. Local."""
+    most = (bucket_of(num_rows), bucket_of(num_positions))
+    rows, positions = (range(number.bit_length() - 1, -1, -1) for number in most)
+    found = [
+        pass_shape(1 << row, 1 << position, sampled, adjusted)
+        for row in rows
+        for position in positions
+        for sampled, adjusted in ((True, True), (True, False), (False, False))
+    ]
+    return list(dict.fromkeys(found))
 
 
 def bucket_of(number: int, least: int = 1) -> int:

@@ -1,6 +1,7 @@
 """Carries out a rank's part of plans: sequences that start, go on in chunks and passes, and end at any time."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -19,10 +20,13 @@ from ep_moe.engines.transformers.decoding.passes import (
     RowStart,
     Sampling,
     Shape,
+    all_shapes,
     pass_shape,
 )
 from ep_moe.engines.transformers.decoding.sequences import NONE
 from ep_moe.engines.transformers.hooks import Model, Session
+from ep_moe.layer.warmup import row_counts
+from ep_moe.logs import log_step
 
 
 class RowDecoder:
@@ -32,7 +36,7 @@ class RowDecoder:
         model: of `from_pretrained` or `shard_experts`; `why_not_fixed(model)` must be "".
         num_rows, num_positions: the most at any time; the same on all ranks.
         end_ids: tokens that end a sequence; the end token is the last one of its row.
-        graphs: replay decode passes as CUDA graphs, captured at their first use.
+        graphs: replay decode passes as CUDA graphs, captured by `warmup` or at their first use.
         grammars: for sequences with a grammar.
         prefix_rows: rows whose memory keeps blocks of prefixes; without effect if a layer has a window smaller than
             num_positions, rounded up to a power of two, which forgets them.
@@ -57,7 +61,8 @@ class RowDecoder:
     ) -> None:
         GenerationOptions(max_new_tokens=1, end_ids=end_ids)  # checks them
         session: Session = model.ep_moe
-        self._model, self._session, self._num_rows = model, session, num_rows
+        self._model, self._session = model, session
+        self._num_rows, self._num_positions = num_rows, num_positions
         if session.decoder is not None:
             session.decoder.destroy()
         self._decoder = session.decoder = Decoder(model, graphs=graphs)
@@ -84,6 +89,30 @@ class RowDecoder:
         self.run(RowsPlan(ended=none, starts=none, passes=1, shapes=shapes))
         session.reset_expert_load()  # of these passes
 
+    def warmup(self) -> None:
+        """Run each shape that plans may ask for, before clients wait: prefills of 1, 2, 4, ... up to M tokens, as one
+        prompt, padded and behind a chunk; and captures of all decode passes, if there are graphs. Without effect on a
+        CPU without graphs, where nothing is compiled. Collective, host sync."""
+        decoder, group = self._decoder, self._session.group
+        if group.device.type == "cuda":
+            most = min(self._session.transport.config.max_tokens_per_rank, self._num_positions - 1)
+            half = most // 2
+            whole = [((0, size, size),) for size in row_counts(most)]
+            padded = [((0, half, half), (1, half - 1, half - 1))] if half > 1 and self._num_rows > 1 else []
+            chunked = [((0, most, half),), ((0, 0, most - half),)] if half else []
+            steps = whole + padded + chunked
+            for number, step in enumerate(steps, 1):
+                new = tuple(RowStart(row=row, prompt=(0,) * size, max_new_tokens=1) for row, size, _ in step if size)
+                chunks = tuple((row, tokens) for row, _, tokens in step)
+                everywhere = group.num_ranks
+                self.run(RowsPlan(ended=((),) * everywhere, starts=(new,) * everywhere, chunks=(chunks,) * everywhere))
+                log_step("prefills warmed up", number, len(steps))
+        if decoder.graphs:
+            shapes = all_shapes(self._num_rows, self._num_positions)
+            decoder.capture_passes(self._model, shapes)
+            self._captured = set(itertools.product(range(group.num_ranks), shapes))
+        self._session.reset_expert_load()
+
     def run(self, plan: RowsPlan) -> RowsMade:
         """Carry out this rank's part of a plan. Collective, host sync."""
         made, session = self._run(plan), self._session
@@ -104,6 +133,8 @@ class RowDecoder:
             decoder.save_prefixes(plan.saves[rank])
         if plan.ended[rank]:
             live[torch.tensor(plan.ended[rank], device=live.device)] = False
+            for row in plan.ended[rank]:
+                self._wanted.pop(row, None)
             if decoder.sequences.grammars is not None:
                 decoder.sequences.grammars.drop(plan.ended[rank])
         for start in plan.starts[rank]:
@@ -115,7 +146,7 @@ class RowDecoder:
             return self._prefill(plan.chunks[rank])
         wanted = set(enumerate(plan.shapes))
         if decoder.graphs and not wanted <= self._captured:
-            decoder.capture_pass(model, plan.shapes[rank])
+            decoder.capture_passes(model, (plan.shapes[rank],))
             self._captured |= wanted
         shape = plan.shapes[rank]
         if decoder.sequences.grammars:
@@ -125,14 +156,18 @@ class RowDecoder:
         parts = [self._decode(1, shape) for _ in range(plan.passes)]  # a grammar follows a token before the next pass
         return RowsMade(
             tokens=[step for part in parts for step in part.tokens],
-            logprobs={row: [each for part in parts for each in part.logprobs[row]] for row in parts[0].logprobs},
+            logprobs={
+                row: [each for part in parts for each in part.logprobs.get(row, ())] for row in parts[0].logprobs
+            },
             ended={row: why for part in parts for row, why in part.ended.items()},
         )
 
     def _decode(self, passes: int, shape: Shape) -> RowsMade:
         tokens = self._decoder.decode(self._model, passes, shape).tolist()
         ended = self._follow(dict(enumerate(tokens[-1])))
-        return RowsMade(tokens=tokens, logprobs=self._logprobs(passes) if shape.adjusted else {}, ended=ended)
+        for row in [row for row in self._wanted if row >= shape.rows or tokens[0][row] == NONE]:
+            del self._wanted[row]  # it had ended before
+        return RowsMade(tokens=tokens, logprobs=self._logprobs(passes, self._wanted), ended=ended)
 
     def _follow(self, tokens: dict[int, int]) -> dict[int, str]:
         """Go on in the grammars of rows by their new tokens; returns the rows that these end, and why."""
@@ -163,7 +198,7 @@ class RowDecoder:
                 new[place] = start.row
                 if start.sampling.logprobs is not None:
                     self._wanted[start.row] = start.sampling.logprobs
-        found = self._logprobs(1) if any(row in self._wanted for row in new.values()) else {}
+        found = self._logprobs(1, {row: self._wanted[row] for row in new.values() if row in self._wanted})
         ended = self._follow({row: made[row] for row in new.values()})
         return RowsMade(
             tokens=[[made[new[place]] if place in new else NONE for place in range(len(chunks))]],
@@ -177,8 +212,8 @@ class RowDecoder:
         self._prompts[row] = chunk = Chunk(start, end, end + size)
         return chunk
 
-    def _logprobs(self, passes: int) -> dict[int, list[Logprob]]:
-        """Those of the last passes, of each row that asked for them."""
+    def _logprobs(self, passes: int, wanted: dict[int, int]) -> dict[int, list[Logprob]]:
+        """Those of the last passes, of rows that asked for so many of the likeliest tokens beside each."""
         adjustments = self._decoder.sequences.adjustments
         assert adjustments is not None
-        return adjustments.read(passes, self._wanted)
+        return adjustments.read(passes, wanted) if wanted else {}
