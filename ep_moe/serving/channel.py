@@ -4,6 +4,7 @@ The store belongs to the launcher and uses no collective, so that ranks of an id
 timeout, while heartbeats still tell which rank is lost.
 """
 
+import collections
 import datetime
 import queue
 import threading
@@ -49,7 +50,8 @@ class _Inbox:
 
 
 class PlanChannel:
-    """Rank 0's `send` and `collect`, and the other ranks' `receive` and `answer`, in turns.
+    """Rank 0's `send` and `collect`, each in a thread of its own if it likes, and the other ranks' `receive` and
+    `answer`, in turns. Plans may be sent before the results of earlier ones are collected, which is in order.
 
     Errors of all: PeerLostError names a rank that is lost; ValueError for bytes that no rank has sent. Made on
     all ranks in the same order; the waits are local.
@@ -57,7 +59,8 @@ class PlanChannel:
 
     def __init__(self, group: EPGroup) -> None:
         self._group = group
-        self._round = 0
+        self._round = 0  # of plans received, on rank 0 of results collected
+        self._results = [collections.deque[RowsMade]() for _ in range(group.num_ranks)]  # not yet collected
         plans, answers = group.connect_store(), group.connect_store()
         lead = group.rank == 0
         self._outbox = plans if lead else answers
@@ -69,27 +72,27 @@ class PlanChannel:
 
     def send(self, plan: RowsPlan | None) -> None:
         """Send a plan to all other ranks."""
-        self._round += 1
         message = encode(plan)
         for rank in range(1, self._group.num_ranks):
             self._outbox.queue_push(f"plans/{rank}", message)
 
     def collect(self, result: RowsMade) -> list[RowsMade]:
-        """Wait for the other ranks' results of the plan; returns all, in rank order, with rank 0's own."""
-        group, results = self._group, {0: result}
-        start, limit = time.monotonic(), self._group.config.timeout_secs
-        phase, count = "plan", self._round + 1  # a rank that has answered waits for the next plan
-        with group.waiting(phase, count):
-            while len(results) < group.num_ranks:
-                message = self._poll()
-                if message is not None:
-                    rank, answer = decode(message, *MESSAGES)
-                    results[rank] = answer
-                elif time.monotonic() - start > limit:
-                    missing = tuple(rank for rank in range(group.num_ranks) if rank not in results)
-                    reason = f"did not arrive: no answer to a plan (timeout {limit:g} s)"
-                    raise group.blame(missing, phase, self._round, reason)
-        return [results[rank] for rank in range(group.num_ranks)]
+        """Wait for the other ranks' results of the oldest plan that is not collected; returns all, in rank order, with
+        rank 0's own."""
+        group, results = self._group, self._results
+        results[0].append(result)
+        self._round += 1
+        start, limit = time.monotonic(), group.config.timeout_secs
+        while not all(results):
+            message = self._poll()
+            if message is not None:
+                rank, answer = decode(message, *MESSAGES)
+                results[rank].append(answer)
+            elif time.monotonic() - start > limit:
+                missing = tuple(rank for rank, found in enumerate(results) if not found)
+                reason = f"did not arrive: no answer to a plan (timeout {limit:g} s)"
+                raise group.blame(missing, "plan", self._round, reason)
+        return [found.popleft() for found in results]
 
     def close(self) -> None:
         """Tell the other ranks that no plan follows; their `receive` returns None."""

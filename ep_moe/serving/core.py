@@ -30,7 +30,6 @@ from ep_moe.serving.scheduler import Generation, Limits, Progress, Scheduler
 OnProgress = Callable[[Progress], None]
 PREFILL, DECODE = "prefill", "decode"
 LOAD_SECS = 2.0  # between two reports of the experts' load
-MOST_SENT = 2  # plans that the ranks have at a time: they begin the next one while clients get the tokens of the last
 WINDOW_SECS = 60.0  # of which `recent_rank_load` is
 
 
@@ -60,27 +59,31 @@ def follow(group: EPGroup, rows: Rows) -> None:
 class LeadRank:
     """All ranks as a leader in rank 0's process sees them, made when `follow` is called on the others. Collective.
 
-    Its methods are called in the thread of `Leader.run`.
+    Attributes:
+        most_sent: plans that a leader sends before it receives the results of the first.
     """
+
+    most_sent = 1  # `receive` carries out the plan in the leader's thread, and makes its tokens no sooner for another
 
     def __init__(self, group: EPGroup, rows: Rows) -> None:
         self._group, self._rows, self._channel = group, rows, PlanChannel(group)
         self._sent: collections.deque[RowsPlan] = collections.deque()
         self.explain = group.explain  # the cause of an error: one that names a lost rank, or the error itself
         self.close = self._channel.close  # ends `follow` on all ranks
+        self.collect = self._channel.collect  # the results of all ranks, in rank order, from rank 0's
 
     def send(self, plan: RowsPlan) -> None:
-        """Queue a plan for all ranks."""
+        """Send a plan to the other ranks, which carry it out at once, or after those before it. From one thread."""
+        self._channel.send(plan)
         self._sent.append(plan)
 
-    def receive(self) -> list[RowsMade]:
-        """Carry out the oldest plan of the queue on all ranks; returns their results, in rank order.
+    def run(self) -> RowsMade:
+        """Carry out rank 0's part of the oldest plan that was sent. Errors: of the model; PeerLostError."""
+        return self._rows.run(self._sent.popleft())
 
-        Errors: of the model; PeerLostError.
-        """
-        plan = self._sent.popleft()
-        self._channel.send(plan)
-        return self._channel.collect(self._rows.run(plan))
+    def receive(self) -> list[RowsMade]:
+        """`run`, then `collect`."""
+        return self.collect(self.run())
 
     def check(self) -> None:
         """Raise an error if a rank is lost while there is no plan."""
@@ -92,6 +95,8 @@ class RemoteRanks:
 
     A thread reads, so that large results and a large plan never wait for each other.
     """
+
+    most_sent = 2  # ranks begin the next one while clients get the tokens of the last
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -136,29 +141,72 @@ class RemoteRanks:
 def relay(ranks: LeadRank, connection: Connection) -> None:
     """Carry out the plans of the leader at the other end, on rank 0, until it closes; an error is sent there too.
 
+    A thread passes plans on to the other ranks as they come, and another one collects and returns results, so that
+    nothing but rank 0's own work stands between two plans.
     Errors: RuntimeError if the leader has gone; those of `LeadRank.receive`. Collective.
     """
+    work: queue.SimpleQueue[bool | Exception] = queue.SimpleQueue()  # True for each plan, False for the end
+    done: queue.SimpleQueue[RowsMade | None] = queue.SimpleQueue()
+    lock = threading.Lock()
+
+    def send(message: list[RowsMade] | str) -> None:
+        with lock:
+            connection.send(message)
+
     try:
-        while (plan := _receive_plan(ranks, connection)) is not None:
-            ranks.send(plan)
-            connection.send(ranks.receive())
+        for target, args in ((_pass_on, (ranks, connection, work)), (_answer, (ranks, send, done, work))):
+            threading.Thread(target=target, args=args, name="ep_moe-relay", daemon=True).start()
+        while _next(ranks, work):
+            done.put(ranks.run())
+        done.put(None)
+        _next(ranks, work)  # all results have been sent
         ranks.close()
     except (EOFError, ConnectionResetError, BrokenPipeError):
         raise RuntimeError("the process that speaks HTTP has ended, its error is on stderr") from None
     except Exception as failure:
         cause = ranks.explain(failure)
         with contextlib.suppress(OSError):
-            connection.send(_message(cause))
+            send(_message(cause))
         if cause is failure:
             raise
         raise cause from failure
 
 
-def _receive_plan(ranks: LeadRank, connection: Connection) -> RowsPlan | None:
-    while not connection.poll(SLICE_SECS):
+def _next(ranks: LeadRank, work: "queue.SimpleQueue[bool | Exception]") -> bool:
+    """Wait for the next plan, or the end; raises what ended another thread, or that a rank is lost."""
+    while True:
+        with contextlib.suppress(queue.Empty):
+            found = work.get(timeout=SLICE_SECS)
+            if isinstance(found, Exception):
+                raise found
+            return found
         ranks.check()
-    plan: RowsPlan | None = connection.recv()
-    return plan
+
+
+def _pass_on(ranks: LeadRank, connection: Connection, work: "queue.SimpleQueue[bool | Exception]") -> None:
+    """Send plans from the leader to all ranks, until it closes."""
+    try:
+        while (plan := connection.recv()) is not None:
+            ranks.send(plan)
+            work.put(True)
+        work.put(False)
+    except Exception as error:  # noqa: BLE001 - rank 0 raises it
+        work.put(error)
+
+
+def _answer(
+    ranks: LeadRank,
+    send: Callable[[list[RowsMade] | str], None],
+    done: "queue.SimpleQueue[RowsMade | None]",
+    work: "queue.SimpleQueue[bool | Exception]",
+) -> None:
+    """Send results of all ranks to the leader, from those of rank 0, until None."""
+    try:
+        while (made := done.get()) is not None:
+            send(ranks.collect(made))
+        work.put(False)
+    except Exception as error:  # noqa: BLE001 - rank 0 raises it
+        work.put(error)
 
 
 def _message(error: Exception) -> str:
@@ -304,7 +352,7 @@ class Leader:
 
     def _send(self) -> bool:
         """Send plans as far ahead as allowed; waits while there is nothing to do. False once the server is closed."""
-        while len(self._sent) < MOST_SENT:
+        while len(self._sent) < self._ranks.most_sent:
             with self._changed:
                 if self._closing or (self._drain_until is not None and time.monotonic() >= self._drain_until):
                     return False

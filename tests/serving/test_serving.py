@@ -517,7 +517,7 @@ def test_a_leader_in_another_process_has_the_same_work_and_the_same_errors() -> 
         elif how == "lost":
             ranks.lost = True
         elif how == "failed":
-            ranks.receive = lambda: 1 // 0  # type: ignore[method-assign,assignment,return-value]
+            ranks.run = lambda: 1 // 0  # type: ignore[method-assign,assignment,return-value]
             ended.clear()
             leader.submit(generation, on_progress)
             assert ended.wait(10)
