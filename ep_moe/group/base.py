@@ -225,6 +225,11 @@ class EPGroup:
         if self._waits is not None:
             self._waits.check()
 
+    @property
+    def waited_secs(self) -> float:
+        """Time that this rank has waited for operations of gloo so far, 0 on other backends. Local."""
+        return 0.0 if self._waits is None else self._waits.waited_secs
+
     def check_open(self) -> None:
         """Raise RuntimeError once the group is destroyed. Local."""
         if self.destroyed:

@@ -19,9 +19,14 @@ POINT_TO_POINT = (12, 13, 14)  # c10d OpType SEND, RECV, RECVANYSOURCE
 
 
 class Waits:
-    """The waits of a rank in a group with heartbeats: each completes, or raises an error that names the lost rank."""
+    """The waits of a rank in a group with heartbeats: each completes, or raises an error that names the lost rank.
+
+    Attributes:
+        waited_secs: time of all waits for operations of gloo so far; on a GPU the host waits for its own device too.
+    """
 
     def __init__(self, watch: Watch, *, backend: str, device: torch.device, config: GroupConfig) -> None:
+        self.waited_secs = 0.0
         self._watch = watch
         self._backend = backend
         self._device = device
@@ -38,7 +43,9 @@ class Waits:
                 if isinstance(work, torch.cuda.Event):
                     self._poll_device(work.query, phase, round)
                 elif self._backend == "gloo":
+                    start = time.perf_counter()
                     self._wait_on_host(work, phase, round)
+                    self.waited_secs += time.perf_counter() - start
                 else:
                     self._poll_device(work.is_completed, phase, round)
                     work.wait()  # orders the current stream behind the operation and raises what NCCL found

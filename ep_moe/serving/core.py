@@ -209,6 +209,24 @@ def _answer(
         work.put(error)
 
 
+def waits_by_source(before: Sequence[Sequence[float]], now: Sequence[Sequence[float]]) -> list[list[float]]:
+    """[rank][source], seconds that each rank has waited for each source between two reports.
+
+    Ranks that report one number end each collective at about the same time, so that a rank has waited for another as
+    much longer as it has waited in all. Example: of 3.0, 0.5 and 2.5 s, 2.5 and 2.0 s were for rank 1.
+
+    Args:
+        before, now: by rank, as of `RowsMade.waited`; before the first report [0.0].
+    """
+    if all(len(each) == 1 for each in now):
+        waited = [new - old for [old], [new] in zip(before, now, strict=True)]
+        return [[max(mine - theirs, 0.0) for theirs in waited] for mine in waited]
+    return [
+        [new - (old[source] if len(old) > 1 else 0.0) for source, new in enumerate(each)]
+        for old, each in zip(before, now, strict=True)
+    ]
+
+
 def _message(error: Exception) -> str:
     """An error of rank 0 for clients; others name the rank themselves."""
     if isinstance(error, PeerLostError | ServerEndedError):
@@ -227,6 +245,7 @@ class Leader:
         rank_load: [layer][rank], the same by the ranks that had the experts at the time; copies with equal shares.
         placements: which rank has which expert, by layer. rebalancing: the entries of `status_of_ranks`, {} without a
             rebalancer. As old as `load`.
+        waits: [rank][source], seconds that rounds of a rank have waited for a source rank so far, as old as `load`.
     """
 
     def __init__(self, ranks: LeadRank | RemoteRanks, limits: Limits) -> None:
@@ -238,6 +257,8 @@ class Leader:
         self.rank_load: list[list[float]] = []
         self.placements = limits.placements
         self.rebalancing: dict[str, Any] = {}
+        self.waits = [[0.0] * limits.num_ranks for _ in range(limits.num_ranks)]
+        self._waited = [[0.0]] * limits.num_ranks  # as of the last report
         self._load_due = 0.0
         # `rank_load`, one before the window, and those in it
         self._reports = collections.deque[tuple[float, list[list[float]]]]()
@@ -408,6 +429,10 @@ class Leader:
         self._reports.append((start, self.rank_load))
         while len(self._reports) > 1 and self._reports[1][0] <= start - WINDOW_SECS:
             self._reports.popleft()
+        waited = [each.waited for each in made]
+        waits = waits_by_source(self._waited, waited)
+        self.waits = [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(self.waits, waits, strict=True)]
+        self._waited = waited
         if made[0].rebalancing:
             self.rebalancing = status_of_ranks([each.rebalancing for each in made])
             self.placements = made[0].placements

@@ -1,6 +1,7 @@
 """What a server counts and times, in Prometheus' text format."""
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -60,6 +61,16 @@ class Metrics:
             )
         )
         self._registry.register(_Rebalancing(leader))
+        waits = Gauge(
+            "ep_moe_rank_wait_seconds",
+            "Time that rounds of a rank have waited for a source rank so far, counted every two seconds",
+            ["rank", "source"],
+            registry=self._registry,
+        )
+        for rank, source in itertools.product(range(limits.num_ranks), repeat=2):
+            waits.labels(rank, source).set_function(
+                functools.partial(lambda *at: leader.waits[at[0]][at[1]], rank, source)
+            )
         for rank in range(limits.num_ranks):
             rows.labels(rank).set_function(functools.partial(lambda rank: leader.usage(rank)[0], rank))
             positions.labels(rank).set_function(functools.partial(lambda rank: leader.usage(rank)[1], rank))

@@ -77,7 +77,10 @@ class FakeRows:
     def run(self, plan: RowsPlan) -> RowsMade:
         """See `RowDecoder.run`."""
         made = self._run(plan)
-        return dataclasses.replace(made, load=[[self._rank + 1, 2, 3], [4, 5, 6]]) if plan.load else made
+        if not plan.load:
+            return made
+        waited = [0.25 * source * (self._rank + 1) for source in range(self._limits.num_ranks)]
+        return dataclasses.replace(made, load=[[self._rank + 1, 2, 3], [4, 5, 6]], waited=waited)
 
     def _run(self, plan: RowsPlan) -> RowsMade:
         for row, index, place in plan.saves[self._rank] if plan.saves else ():

@@ -46,7 +46,7 @@ from ep_moe.launch import launch
 from ep_moe.placement import Placement
 from ep_moe.serving.access import AccessLog
 from ep_moe.serving.connections import LimitedConnection
-from ep_moe.serving.core import Leader, LeadRank, RemoteRanks, ServerEndedError, relay
+from ep_moe.serving.core import Leader, LeadRank, RemoteRanks, ServerEndedError, relay, waits_by_source
 from ep_moe.serving.http import create_app, run_beside
 from ep_moe.serving.job import Service
 from ep_moe.serving.metrics import Metrics
@@ -1002,6 +1002,13 @@ def test_bench_serve_measures_any_server(tokenizer: Any, tmp_path: Path) -> None
     assert found["itl_ms"] == pytest.approx({"p50": 200, "p90": 280, "p99": 298, "mean": 200})
 
 
+def test_waits_are_counted_by_source() -> None:
+    by_rank = waits_by_source([[1.0], [0.5], [0.0]], [[4.0], [1.0], [2.5]])
+    assert by_rank == [[0.0, 2.5, 0.5], [0.0, 0.0, 0.0], [0.0, 2.0, 0.0]]
+    assert waits_by_source([[0.0]] * 2, [[0.0, 0.5], [0.25, 0.0]]) == [[0.0, 0.5], [0.25, 0.0]]
+    assert waits_by_source([[0.0, 0.5], [0.25, 0.0]], [[0.0, 2.0], [0.25, 0.0]]) == [[0.0, 1.5], [0.0, 0.0]]
+
+
 GRAFANA = Path(__file__).parents[2] / "docker" / "grafana.json"
 
 
@@ -1013,6 +1020,7 @@ def test_the_dashboard_asks_for_metrics_that_there_are(tokenizer: Any) -> None:
         shown, metrics = client.get("/load").json(), client.get("/metrics").text
         assert (shown["load"], shown["owners"]) == (leader.load, [[[0], [0], [0]]] * 2)
         assert 'ep_moe_rank_expert_tokens{rank="0"} 21.0' in metrics
+        assert 'ep_moe_rank_wait_seconds{rank="0",source="0"} 0.0' in metrics
         assert float(re.findall(r"^ep_moe_balancedness (.*)", metrics, re.MULTILINE)[0]) == pytest.approx(1 / 3)
     panels = json.loads(GRAFANA.read_text())["panels"]
     asked = {

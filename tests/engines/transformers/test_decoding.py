@@ -38,12 +38,13 @@ from ep_moe.engines.transformers.decoding import (
 )
 from ep_moe.engines.transformers.decoding.attention import attend
 from ep_moe.engines.transformers.decoding.fixed_cache import FixedCache, windows_of
-from ep_moe.engines.transformers.decoding.passes import RowStart, Sampling
+from ep_moe.engines.transformers.decoding.passes import RowsPlan, RowStart, Sampling, pass_shape
 from ep_moe.engines.transformers.decoding.sequences import BROKEN, NONE, Sequences, sample, uniform
 from ep_moe.group import EPGroup
 from ep_moe.launch import RankFailedError, launch
 from ep_moe.quant import get_scheme
 from ep_moe.routing import Routing
+from ep_moe.serving.core import waits_by_source
 
 
 @pytest.fixture(scope="module")
@@ -486,8 +487,9 @@ def test_nothing_runs_once_the_session_has_ended(shipped: PreTrainedModel) -> No
 # Two ranks.
 
 
-def on_rank(group: EPGroup, reference: torch.Tensor) -> list[list[str]]:
-    """A rank's passes, for prompts that differ between ranks in number, length and new tokens; returns its errors."""
+def on_rank(group: EPGroup, reference: torch.Tensor) -> tuple[list[list[str]], list[list[float]]]:
+    """A rank's passes, for prompts that differ between ranks in number, length and new tokens; returns its errors, and
+    how long it has waited before and after a pass that rank 1 begins late."""
     torch.set_num_threads(1)
     rank = group.rank
     model = from_pretrained(SHIPPED_MODEL, group, dtype=torch.float32, max_tokens_per_rank=24)  # chunks on rank 0
@@ -519,14 +521,22 @@ def on_rank(group: EPGroup, reference: torch.Tensor) -> list[list[str]]:
         for turn in range(3):  # both ranks capture, then rank 0 alone, then none
             check(every if rank or turn else 1, 20)
     assert sorted(shape.rows for shape in model.ep_moe.decoder.shapes) == ([1, 4], [1])[rank]
+    rows, everywhere = RowDecoder(model, num_rows=1, num_positions=8, end_ids=(), graphs=False), ((),) * 2
+    plan = RowsPlan(ended=everywhere, starts=everywhere, passes=1, shapes=(pass_shape(1, 1, False),) * 2, load=True)
+    waited = []
+    for late in (0, rank):
+        time.sleep(0.4 * late)
+        waited.append(rows.run(plan).waited)
     model.ep_moe.destroy()
-    return errors
+    return errors, waited
 
 
 def test_ranks_of_different_buckets_stay_in_step_and_refuse_as_one(reference: torch.Tensor) -> None:
     ranks = launch(on_rank, reference, num_ranks=2, config=GroupConfig(timeout_secs=60), device="cpu")
     own, other = "expected [rows, tokens] int64 on cpu", "rank {} refused its prompts; its own error names the reason"
-    for rank, (by_pass, by_loop) in enumerate(ranks):
+    (_, late), (early, _) = waits_by_source(*zip(*(waited for _, waited in ranks), strict=True))
+    assert late > 0.3 > 0.1 > early
+    for rank, ((by_pass, by_loop), _) in enumerate(ranks):
         for culprit in range(2):
             assert by_pass[culprit] == other.format(culprit) if culprit != rank else own in by_pass[culprit]
             assert own in by_loop[culprit]

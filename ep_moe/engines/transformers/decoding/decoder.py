@@ -122,6 +122,15 @@ class Decoder:
         map none, and `cache_bytes` of keys and values. Local, no host sync."""
         return {"peer_bytes": getattr(self._transport, "peer_bytes", 0), "cache_bytes": self._cache.num_bytes}
 
+    def waited_secs(self) -> list[float]:
+        """As `RowsMade.waited`, of prefills and decode passes. Local, host sync on a GPU."""
+        session = self._session
+        transports = [each for each in (session.transport, self._transport) if hasattr(each, "statistics")]
+        if not transports:
+            return [session.group.waited_secs]
+        waited = torch.stack([each.statistics().waited_ns for each in transports]).sum(0)
+        return [ns / 1e9 for ns in waited.tolist()]
+
     @property
     def sequences(self) -> Sequences:
         """The state of the rows. Errors: RuntimeError before `prepare`."""

@@ -139,6 +139,8 @@ class RowsMade:
         load: [layer][expert], this rank's tokens that went to each expert so far; empty if not asked for.
         rebalancing: with `load`, the entries of this rank's `RebalanceStatus`; empty without a rebalancer.
         placements: of rank 0, with `load`, which rank has which expert by layer; empty without a rebalancer.
+        waited: with `load`: seconds that this rank's rounds have waited so far, for each source rank; or one number,
+            for all of them, if the transport does not tell them apart.
     """
 
     tokens: list[list[int]]
@@ -148,6 +150,7 @@ class RowsMade:
     load: list[list[int]] = dataclasses.field(default_factory=list)
     rebalancing: dict[str, Any] = dataclasses.field(default_factory=dict)
     placements: tuple[Placement, ...] = ()
+    waited: list[float] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,7 +166,7 @@ class RowsPlan:
             max_tokens_per_rank tokens, each row padded to the most. The last chunk of a prompt makes a token.
         passes: decode passes, 0 in a plan with chunks.
         shapes: of these passes.
-        load: the ranks also report the load of their experts.
+        load: the ranks also report the load of their experts, and how long they have waited.
     """
 
     saves: tuple[tuple[tuple[int, int, int], ...], ...] = ()

@@ -118,7 +118,7 @@ class RowDecoder:
         made, session = self._run(plan), self._session
         if not plan.load:
             return made
-        made = dataclasses.replace(made, load=session.expert_load.tolist())
+        made = dataclasses.replace(made, load=session.expert_load.tolist(), waited=self._decoder.waited_secs())
         if session.rebalancer is None:
             return made
         # rank 0's answer stays on its machine, and nothing else tells the front end of a new placement
