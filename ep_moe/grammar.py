@@ -102,7 +102,10 @@ class Checker:
             return f"it has {size} bytes, the limit is {MOST_BYTES}"
         with self._lock:
             if grammar not in self._checked:
-                self._checked[grammar] = self._ask(grammar)
+                error = self._ask(grammar)
+                if self._process is None:  # it was ended, or has crashed: by what else the machine does, perhaps
+                    return error
+                self._checked[grammar] = error
                 if len(self._checked) > MOST_KEPT:
                     self._checked.popitem(last=False)
             self._checked.move_to_end(grammar)

@@ -14,6 +14,7 @@ import triton
 from ep_moe.config import RoutingConfig, RoutingMethod
 from ep_moe.kernel_launch.allocation import allocator
 from ep_moe.kernel_launch.kernel import Kernel, Run, present
+from ep_moe.kernel_launch.plan_cache import PlanCache
 from ep_moe.kernel_launch.sequence import LaunchSequence
 from ep_moe.kernels.route import Chosen, IdMaps, Method, Scores, _map_ids_kernel, _route_kernel
 from ep_moe.placement import Placement
@@ -194,9 +195,9 @@ class _Plan:
 
 
 @functools.cache
-def _plans() -> dict[object, _Plan]:
+def _plans() -> PlanCache[_Plan]:
     """The plans of this process, by `_key_of`."""
-    return {}
+    return PlanCache(_MOST_PLANS)
 
 
 def _key_of(logits: torch.Tensor, options: Options) -> tuple[object, ...]:
@@ -218,9 +219,7 @@ def route(router_logits: torch.Tensor, options: Options) -> Routing:
     plan = plans.get(key)
     if plan is None:
         check(router_logits, options)
-        if len(plans) >= _MOST_PLANS:
-            plans.clear()
-        plan = plans[key] = _Plan(router_logits, options)
+        plan = plans.keep(key, _Plan(router_logits, options))
     ids, weights = plan.new_ids(), plan.new_weights()
     if plan.in_place and options.replay_out is None:
         logits, ids_address = router_logits.data_ptr(), ids.data_ptr()
