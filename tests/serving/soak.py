@@ -1,7 +1,9 @@
-"""Memory of a server over many requests: `python tests/serving/soak.py` (no test: it takes minutes).
+"""A server over many requests: `python tests/serving/soak.py` (no test: it takes minutes).
 
 Starts `ep-moe serve` with the shipped model on 2 CPU ranks, asks for completions, chats, log-probabilities, several
 choices and streams, of which some clients leave, and prints the resident memory of every process at equal intervals.
+With `--secs 60 --clients 64` all clients ask for streams for so long, leave three of ten, and compare every text with
+the one that the server gave when nobody else asked; another text or an error ends it with exit code 1.
 """
 
 import argparse
@@ -12,12 +14,15 @@ import random
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import openai
 
-CLIENTS = 24
+from ep_moe.app.start import SHIPPED_TEXT
+
+NEW_TOKENS = 24
 
 
 def processes(root: int) -> dict[int, str]:
@@ -84,7 +89,7 @@ async def ask(client: openai.AsyncOpenAI, number: int) -> str:
         return str(error.status_code)
 
 
-async def soak(url: str, pids: list[int], total: int, every: int) -> None:
+async def soak(url: str, pids: list[int], total: int, every: int, clients: int) -> None:
     """Ask `total` times, and print the memory after each `every`."""
     counts = collections.Counter[str]()
     async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
@@ -95,8 +100,47 @@ async def soak(url: str, pids: list[int], total: int, every: int) -> None:
                 for number in numbers:
                     counts[await ask(client, number)] += 1
 
-            await asyncio.gather(*(work() for _ in range(CLIENTS)))
+            await asyncio.gather(*(work() for _ in range(clients)))
             print(first + every, [round(each, 1) for each in resident(pids)], dict(counts), flush=True)
+
+
+async def hold(url: str, clients: int, secs: float) -> None:
+    """Ask for streams for so long; exits with 1 after a wrong text or an error."""
+    text = SHIPPED_TEXT.read_text()
+    prompts = [text[500 * place :][:40] for place in range(12)]
+    counts = collections.Counter[str]()
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+
+        async def say(prompt: str, leave_after: int = NEW_TOKENS) -> str:
+            said = ""
+            async with await client.completions.create(
+                model="", prompt=prompt, max_tokens=NEW_TOKENS, temperature=0, stream=True
+            ) as stream:
+                async for chunk in stream:
+                    said += chunk.choices[0].text
+                    if len(said) >= leave_after:
+                        break
+            return said
+
+        expected = {prompt: await say(prompt) for prompt in prompts}
+        end = time.monotonic() + secs
+
+        async def work(seed: int) -> None:
+            chance = random.Random(seed)
+            while time.monotonic() < end:
+                prompt, leaves = chance.choice(prompts), chance.random() < 0.3
+                try:
+                    said = await say(prompt, chance.randrange(1, 20) if leaves else NEW_TOKENS)
+                except (openai.OpenAIError, OSError) as error:
+                    counts[f"error: {error}"] += 1
+                    continue
+                right = expected[prompt].startswith(said) if leaves else expected[prompt] == said
+                counts[("left" if leaves else "answered") if right else "wrong"] += 1
+
+        await asyncio.gather(*(work(seed) for seed in range(clients)))
+    print(dict(counts), flush=True)
+    if counts.keys() - {"left", "answered"}:
+        raise SystemExit(1)
 
 
 def main() -> None:
@@ -105,6 +149,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--every", type=int, default=1000)
     parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--clients", type=int, default=24)
+    parser.add_argument("--secs", type=float, default=0.0)
     asked = parser.parse_args()
     command = [sys.executable, "-m", "ep_moe", "serve", "--device", "cpu", "--nproc", str(asked.nproc), "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
@@ -120,7 +166,10 @@ def main() -> None:
         for pid, name in known.items():
             print(pid, name)
         try:
-            asyncio.run(soak(found[1], list(known), asked.requests, asked.every))
+            if asked.secs:
+                asyncio.run(hold(found[1], asked.clients, asked.secs))
+            else:
+                asyncio.run(soak(found[1], list(known), asked.requests, asked.every, asked.clients))
         finally:
             server.terminate()
             server.wait(60)
