@@ -125,7 +125,8 @@ class Decoder:
     def waited_secs(self) -> list[float]:
         """As `RowsMade.waited`, of prefills and decode passes. Local, host sync on a GPU."""
         session = self._session
-        transports = [each for each in (session.transport, self._transport) if hasattr(each, "statistics")]
+        both: tuple[Any, ...] = session.transport, self._transport
+        transports = [each for each in both if hasattr(each, "statistics")]
         if not transports:
             return [session.group.waited_secs]
         waited = torch.stack([each.statistics().waited_ns for each in transports]).sum(0)
