@@ -100,7 +100,7 @@ class Carrier:
         mapped: all ranks map the spare memory, and store into it; else it is sent by a collective of a process group
             of its own, out of a second buffer.
     Attributes:
-        incoming: the parcels [num_bytes] uint8 that this rank gets, by their number.
+        spare: the memory, [num_bytes] uint8. incoming: the parcels in it that this rank gets, by their number.
     Errors: RuntimeError if the machine lacks the memory. Collective, host sync.
     """
 
@@ -114,10 +114,10 @@ class Carrier:
         self._round = 0
         if mapped:
             self._symmetric = SymmetricBuffer(group, num_bytes)
-            self._spare = self._symmetric.local
+            self.spare = self._symmetric.local
             self._outgoing = [self._symmetric.part(rank) for rank in range(group.num_ranks)]
         else:
-            self._spare, outgoing = (torch.empty(num_bytes, dtype=torch.uint8, device=group.device) for _ in range(2))
+            self.spare, outgoing = (torch.empty(num_bytes, dtype=torch.uint8, device=group.device) for _ in range(2))
             self._outgoing = [outgoing]
             if group.process_group is not None:
                 self._part = group.split((tuple(range(group.num_ranks)),))
@@ -148,7 +148,7 @@ class Carrier:
                     memory, place = self._outgoing[parcel.target], before + first
                 copies += copies_of(number, memory[place : place + parcel.num_bytes])
         self.incoming = {
-            number: self._spare[place : place + parcel.num_bytes]
+            number: self.spare[place : place + parcel.num_bytes]
             for number, (parcel, first) in enumerate(zip(parcels, firsts, strict=True))
             if parcel.target == rank
             for place in (sum(incoming[: parcel.source]) + first,)
@@ -162,7 +162,7 @@ class Carrier:
             return
         with torch.cuda.stream(self._stream):
             copy_all(copies)
-            total = self._spare[: sum(incoming)], self._outgoing[0][: sum(outgoing)]
+            total = self.spare[: sum(incoming)], self._outgoing[0][: sum(outgoing)]
             self._work = begin_all_to_all(self._part, *total, incoming, outgoing)
             self._record()
 
@@ -205,7 +205,7 @@ class Carrier:
     def destroy(self) -> None:
         """Free the memory. Local; calling it twice is fine."""
         self._pending.clear()
-        self.incoming, self._outgoing, self._spare = {}, [], torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.incoming, self._outgoing, self.spare = {}, [], torch.empty(0, dtype=torch.uint8, device="cpu")
         if self._symmetric is not None:
             self._symmetric.destroy()
 

@@ -166,6 +166,20 @@ class Rebalancer:
         self._plan: concurrent.futures.Future[bytes] | None = None
         self._switch_secs = sys.getswitchinterval()
         self._begun, self._published, self._destroyed = 0.0, False, False
+        self._warm_up()
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        """Load the kernels of a rebalance and pin its host memory, which would hold up the first one's passes."""
+        counts, parcel = torch.stack([table.counts for table in self._tables]), self._carrier.spare
+        torch.where((counts - counts < 0).any(), counts, counts)
+        pinned = [self._carrier.read(counts) for _ in range(self._group.num_ranks if self._planner else 0)]
+        for rows in self._rows:
+            if self._starts[self._rank] < self._starts[self._rank + 1]:
+                copy_all(rows.copies(0, parcel[: rows.num_bytes]))
+        self._carrier.wait()
+        del pinned  # the allocator keeps it
+        self._group.barrier()  # a rank that is ahead may store into the memory of another
 
     def _check_arguments(self, max_bytes: int | None, mapped: bool | None) -> None:
         limits = {"every": self._every, "max_moves": self._options["max_moves"], "max_bytes": max_bytes}

@@ -339,12 +339,12 @@ def test_options_come_from_arguments_then_variables_then_the_file(tmp_path: Path
     path.write_text(SETTINGS)
     variables = {"EP_MOE_CONFIG": str(path), "EP_MOE_SERVE_PORT": "8124", "EP_MOE_SERVE_MAX_ROWS": "5"}
     CliRunner().invoke(app, ["serve", "--max-rows", "6"], env=variables)
-    engine, config = seen
+    engine, config, _ = seen
     assert (config.max_rows, config.port, config.max_waiting) == (6, 8124, 256)
     assert (engine.nproc, engine.layout.value, engine.log_level) == (3, "flat", "debug")
     seen.clear()
     CliRunner().invoke(app, ["generate", "--config", str(path), "--nproc", "2"])
-    engine, config = seen
+    engine, config, _ = seen
     assert (engine.nproc, engine.layout.value, config.prompts) == (2, "compact", ("a", "b"))
 
 
@@ -714,7 +714,8 @@ def test_a_terminal_gets_no_control_characters(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("TERM", "dumb")
-    cli.report.show_generate(GENERATED | {"times": {"generate_secs": 1.0, "tokens_per_sec": 3.0}})
+    times = {"generate_secs": 1.0, "tokens_per_sec": 3.0}
+    cli.report.show_generate(GENERATED | {"times": times, "rebalancing": None})
     [text] = GENERATED["text"]
     if terminal:
         text = f" \\x1b[2Jc\\x9b\\r{'d' * 200}\\u202e\n        e"

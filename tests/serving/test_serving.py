@@ -1041,7 +1041,8 @@ def test_experts_that_move_take_their_tokens_along(tokenizer: Any) -> None:
     moved = (Placement((0, 3, 2, 1), (0, 2, 4)),)
     for load, placements in (([6, 1, 1, 2], limits.placements), ([16, 3, 2, 5], moved), ([20, 6, 4, 6], moved)):
         entries = status_entries(dataclasses.replace(status, state=RebalanceState.MOVING, seconds=len(str(load))))
-        made = [RowsMade(tokens=[], load=[load], rebalancing=entries, placements=placements) for _ in range(2)]
+        parts = {"load": [load], "waited": [0.0], "rebalancing": entries, "placements": placements}
+        made = [RowsMade(tokens=[], **parts) for _ in range(2)]
         leader._report_load([made[0], dataclasses.replace(made[1], placements=())], 0.0)
     assert leader.load == [[40, 12, 8, 12]]
     assert leader.placements == moved

@@ -73,7 +73,7 @@ def hopper() -> Any:
     from ep_moe.kernels.device import Device
     from ep_moe.transport.one_sided.occupancy import Occupancy
 
-    return Occupancy(device=Device(capability=(9, 0), num_sms=132, registers=65536, threads=2048))
+    return Occupancy(device=Device(capability=(9, 0), num_sms=132, shared_bytes=232448, registers=65536, threads=2048))
 
 
 def test_receivers_of_all_slots_fit_at_once(hopper: Any) -> None:
