@@ -53,7 +53,7 @@ class Device:
 
     @property
     def fp8(self) -> bool:
-        """Whether it has instructions for e4m3; kernels decode and round it by integer arithmetic if not."""
+        """Whether it has instructions for e4m3, which formats with fp8 need."""
         return self.capability >= FP8_CAPABILITY
 
     @property
