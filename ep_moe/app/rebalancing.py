@@ -30,7 +30,9 @@ class RebalanceConfig:
         kind, _, passes = self.rebalance.partition(":")
         number = re.fullmatch(r"0*[1-9]\d{0,8}", passes)
         if not (self.rebalance in (OFF, "once") or (kind in ("once", "every") and number)):
-            raise ValueError(f"rebalance ({self.rebalance!r}) is not off, once, once:PASSES or every:PASSES")
+            raise ValueError(
+                f"rebalance ({self.rebalance!r}) is not off, once, once:PASSES or every:PASSES, with PASSES below 10^9"
+            )
         if self.rebalance_min_gain >= 1:
             raise ValueError(f"rebalance_min_gain ({self.rebalance_min_gain}) is not in [0, 1)")
 

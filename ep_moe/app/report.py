@@ -94,6 +94,8 @@ def _show_rebalancing(console: Console, found: dict[str, Any] | None) -> None:
     if found["balancedness_before"] is not None:
         text += f"; last plan: balancedness {found['balancedness_before']:.3f} to {found['balancedness_after']:.3f}"
         text += ", too little to gain" if found["declined"] and not found["rebalances"] else ""
+    if found["state"] in ("planning", "moving"):
+        text += f"; ended while {found['state']}"
     console.print(Text(text))
     if found["last_error"]:
         console.print(Text(f"rebalancing failed: {found['last_error']}", style="bold red"), soft_wrap=True)

@@ -43,8 +43,8 @@ def pieces_of(layer: int, now: Placement, target: Placement, most: int, *, sends
         piece = _Builder(current, target, rank_of, most, sends_too=sends_too).build(layer)
         if not piece.positions:
             raise ValueError(
-                f"layer {layer} has to change two positions of a rank at once, spare memory (max_bytes) is for {most} "
-                f"experts"
+                f"layer {layer} has to change two positions of a rank at once, the spare memory (max_bytes) is for "
+                f"{most} expert{'s' * (most != 1)} and must be for 2"
             )
         found.append(piece)
         current = piece.after(current)
@@ -83,13 +83,12 @@ class _Builder:
 
     def _take(self, change: dict[int, int]) -> bool:
         """Make a change if no rank gets, or sends, too much by it."""
-        before = {position: self._new[position] for position in change}
+        before = self._new[:], self._copies.copy(), self._sources.copy(), self._received[:], self._sent[:]
         for position, expert in change.items():
             self._set(position, expert)
         fits = max(self._received) <= self._most and (not self._sends_too or max(self._sent) <= self._most)
-        if not fits:
-            for position, expert in before.items():
-                self._set(position, expert)
+        if not fits:  # sources depend on the order of changes: what was there comes back as it was
+            self._new, self._copies, self._sources, self._received, self._sent = before
         return fits
 
     def _set(self, position: int, expert: int) -> None:

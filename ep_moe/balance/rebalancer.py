@@ -93,8 +93,8 @@ class Rebalancer:
             only after `request`.
         min_gain: plans that lower the load of the layers' fullest ranks by less than this part are declined.
         max_moves: the most experts that a rebalance moves; None: as many as the plan gains by.
-        max_bytes: spare memory of a rank. By default the bytes of one layer's positions, at most 1 GiB. What a layer
-            moves is split if it exceeds it.
+        max_bytes: spare memory of a rank. By default the bytes of one layer's positions, at most 1 GiB, but of two
+            experts at least, which change places inside a rank. What a layer moves is split if it exceeds it.
         num_groups, ranks_per_node: as of `plan_placement`; `ranks_per_node` is by default the group's.
         mapped: store weights in memory of the other ranks, which all ranks have mapped; False: send them by
             collectives of their own, which takes half of `max_bytes` for outgoing weights. By default True on GPUs
@@ -142,7 +142,7 @@ class Rebalancer:
         largest, halves = max(each.num_bytes for each in rows), 1 if self.mapped else 2
         if max_bytes is None:
             most_positions = max(end - start for start, end in itertools.pairwise(starts))
-            max_bytes = max(min(largest * most_positions, MOST_BYTES), largest * halves)
+            max_bytes = max(min(largest * most_positions, MOST_BYTES), 2 * largest * halves)
         self.max_bytes = max_bytes
         if max_bytes // halves < largest:
             raise ValueError(
@@ -267,7 +267,7 @@ class Rebalancer:
 
         While no rebalance is under way it only counts. While one is, it polls; every fourth call exchanges a word with
         the store, and waits for a rank that is four calls behind. If no plan can be made, the rebalance ends on all
-        ranks: the log and `status` have the error, and placements stay.
+        ranks: the log and `status` have the error, and layers stay as their last piece left them.
         Errors: PeerLostError within the group's timeout if a rank is lost; each layer has then the placement before or
         after its last change. RuntimeError once this, or the group, is destroyed. Not inside a capture; no host sync.
         """
@@ -328,6 +328,7 @@ class Rebalancer:
         self._given = None
         self._set(state=RebalanceState.PLANNING, last_error="")
         if given is not None:
+            self._set(balancedness_before=None, balancedness_after=None)
             self._pieces.extend(given)
             self._next()
             return
@@ -469,7 +470,9 @@ class Rebalancer:
         self._work = None
         self._pieces.clear()
         self._set(state=RebalanceState.FAILED, failures=self._status.failures + 1, last_error=error)
-        _log.error("rebalance of experts failed on rank %d; placements stay: %s", self._rank, error)
+        _log.error(
+            "rebalance of experts failed on rank %d; layers stay as their last piece left them: %s", self._rank, error
+        )
 
     def _log_once(self, message: str, *values: Any) -> None:
         if self._rank == 0:

@@ -28,6 +28,9 @@ class RankPlace:
     node: int = 0  # index of this machine
 
 
+_ABORT_SECS = 10.0
+
+
 def pick_device(device: torch.device | str | None, local_rank: int, local_num_ranks: int) -> torch.device:
     """The device of a rank: as requested, else a GPU if this machine has one for each of its ranks, else the CPU.
 
@@ -155,8 +158,10 @@ def drop_world(holder: list[dist.ProcessGroup | None], backend: str) -> None:
             dropping the last reference joins gloo's threads, which wait for the lost rank until the timeout.
     Local.
     """
-    if backend == "nccl":
-        dist.distributed_c10d._abort_process_group()
+    if backend == "nccl":  # waits for CUDA graphs that hold its operations, which their owner may still have
+        abort = threading.Thread(target=dist.distributed_c10d._abort_process_group, name="ep_moe-abort", daemon=True)
+        abort.start()
+        abort.join(_ABORT_SECS)
         return
     dist.destroy_process_group()
     threading.Thread(target=holder.clear, name="ep_moe-release", daemon=True).start()

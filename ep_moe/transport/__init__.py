@@ -15,6 +15,7 @@ from ep_moe.transport.hierarchical import HierarchicalTransport
 from ep_moe.transport.local import LocalTransport
 
 GATHERED_TOKENS = 1024  # of all ranks: up to so many, "gathered" was compared with "collective" on 2 H200
+GATHERED_RANKS = 8  # of which each gets all tokens: with more, a token's experts are on a part of them
 
 _log = logging.getLogger(__name__)
 
@@ -57,8 +58,8 @@ def create_transport(name: str, group: EPGroup, placement: Placement, config: Tr
     """Build a transport by name.
 
     "auto" is "nvlink" on GPUs that all reach each other's memory, also on a single one, where "local" would read counts
-    back to the host; "local" for one rank on a CPU; on GPUs "gathered" if all ranks together have up to GATHERED_TOKENS
-    tokens in a round; else "collective". Rank 0 logs the choice, and the reason if it is
+    back to the host; "local" for one rank on a CPU; "gathered" over NCCL for up to GATHERED_RANKS ranks that together
+    have up to GATHERED_TOKENS tokens in a round; else "collective". Rank 0 logs the choice, and the reason if it is
     not "nvlink", at level INFO.
 
     "nvlink" on a CPU is for tests and needs TRITON_INTERPRET=1 in the environment before Triton is imported.
@@ -89,7 +90,8 @@ def _choose(group: EPGroup, config: TransportConfig) -> str:
         name, reason = ("local", "there is one rank") if one else ("collective", f"ranks are on {group.device.type}")
     else:
         reason = why_unreachable(group)
-        few = group.num_ranks * config.max_tokens_per_rank <= GATHERED_TOKENS
+        few = group.num_ranks * config.max_tokens_per_rank <= GATHERED_TOKENS and group.num_ranks <= GATHERED_RANKS
+        few = few and group.backend == "nccl"
         name = "nvlink" if not reason else "gathered" if few else "collective"
     if group.rank == 0:
         _log.info("transport 'auto' is '%s'%s", name, f": {reason}" if reason else "")

@@ -123,6 +123,10 @@ def test_pieces_leave_every_expert_somewhere() -> None:
             assert not sends_too or max(map(sent.count, sent)) <= most
             now = piece.after(now)  # refuses a placement that drops an expert
         assert now == target
+    now, starts = Placement((2, 6, 5, 3, 0, 6, 1, 1, 4), (0, 3, 6, 9)), (0, 3, 6, 9)
+    for piece in pieces_of(0, now, Placement((2, 6, 2, 0, 1, 0, 5, 3, 4), starts), 1, sends_too=True):
+        assert max(map([position // 3 for position in piece.sources].count, range(3))) <= 1  # after a change undone
+        now = piece.after(now)
     with pytest.raises(ValueError, match="layer 0 has to change two positions of a rank at once"):
         pieces_of(0, Placement((0, 1), (0, 2)), Placement((1, 0), (0, 2)), 1, sends_too=False)
 

@@ -53,6 +53,26 @@ def test_carries(num_ranks: int) -> None:
     assert launch(check_on_rank, num_ranks=num_ranks, config=config, device="cpu") == [expected] * num_ranks
 
 
+def test_an_out_of_another_shape_leaves_the_round_open() -> None:
+    case, count = TransportCase(name="out", tokens=(3,), num_topk=2), torch.tensor([[2]], dtype=torch.int32)
+    transport = Captured(EPGroup.single("cpu"), case.make_placement(), case.config)
+    inputs = case.inputs(0)
+    for tokens, written in ((2, [True, True, False]), (-1, [True] * 3)):
+        dispatched = transport.dispatch(
+            inputs.x, inputs.routing, layout=case.layout, scheme=get_scheme("none"), num_tokens=count.fill_(tokens)
+        )
+        y = compute_experts(dispatched.batch, 0)
+        transport.combine_send(y, dispatched)
+        for out in (torch.empty(1, case.hidden, dtype=case.dtype), torch.empty(3, case.hidden)):
+            with pytest.raises(ValueError, match="out is"):
+                transport.combine_recv(dispatched, out=out)
+        result = transport.combine_recv(dispatched, out=torch.full((3, case.hidden), 7.0, dtype=case.dtype))
+        assert [bool((row != 7).any()) for row in result] == written
+    assert result.isnan().all()
+    with pytest.raises(ValueError, match=r"num_tokens \(-1\)"):
+        transport.check()
+
+
 def bad_rounds(group: EPGroup) -> list[str]:
     """What `check` says on this rank after rounds in which one rank is at fault."""
     case = TransportCase(name="bad", tokens=(3,) * group.num_ranks, scheme="fp8_token", num_topk=2, shared=True)

@@ -89,7 +89,7 @@ def test_auto_says_what_it_is_and_why(
     monkeypatch.setattr(room, "why_unreachable", lambda group: reason)
     config = TransportConfig(hidden=16, max_tokens_per_rank=256 if num_ranks > 1 else 2048)
     for rank in range(num_ranks):
-        group = mock.Mock(spec=EPGroup, rank=rank, num_ranks=num_ranks, device=torch.device(device))
+        group = mock.Mock(spec=EPGroup, rank=rank, num_ranks=num_ranks, device=torch.device(device), backend="nccl")
         with caplog.at_level(logging.INFO, logger="ep_moe.transport"):
             made: Any = create_transport("auto", group, Placement.linear(8, num_ranks), config)
         assert made == chosen.split("'")[1]

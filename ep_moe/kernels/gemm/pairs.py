@@ -168,7 +168,7 @@ _FLOAT8_WORDS = tl.constexpr(
 @triton.jit
 def decode_float8_words(words, scale):
     """The four e4m3 in each of words [R, W] times scales, of `scale_pairs`: bfloat16, as `decode_int8_words`."""
-    bf16: tl.constexpr = (tl.bfloat16,) * 4
+    bf16: tl.constexpr = _times(tl.bfloat16, 4)
     a, b, c, d = tl.inline_asm_elementwise(
         _FLOAT8_WORDS, "=h,=h,=h,=h,r,r", [words, scale], dtype=bf16, is_pure=True, pack=1
     )

@@ -245,4 +245,5 @@ def _read_messages_kernel(
         if tl.load(kept_ptr + R * WORDS) == 0:
             for word in tl.static_range(WORDS):
                 tl.store(kept_ptr + rank * WORDS + word, tl.load(word_ptr + word, mask=is_rank), mask=is_rank)
+            tl.debug_barrier()  # every warp has seen that nothing was kept
             tl.store(kept_ptr + R * WORDS, 1)

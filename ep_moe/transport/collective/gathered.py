@@ -15,6 +15,7 @@ import torch
 from ep_moe.group.collectives import begin_all_gather
 from ep_moe.layout import Packed, TokenRows, merge_repeats
 from ep_moe.transport.base import Dispatched
+from ep_moe.transport.checks import check_results
 from ep_moe.transport.collective.messages import head_rows, header_of, new_kept, read_messages, take_kept
 from ep_moe.transport.collective.send_plan import plan_send, write_rows
 from ep_moe.transport.collective.transport import CollectiveRound, CollectiveTransport
@@ -39,7 +40,8 @@ class GatheredTransport(CollectiveTransport):
     finds. On a stream that is captured nothing waits on the host: replays may have other ids, weights and `num_tokens`;
     all ranks capture the same rounds and replay them together. Where they disagree then, or an input is bad, the round
     gives NaN, and `check` raises on every rank. A rank that calls another round, or one of another bound, while others
-    replay breaks the group: they get `PeerLostError` after the timeout.
+    replay breaks the group: they get `PeerLostError` after the timeout. NCCL ends a communicator only once no graph
+    holds its operations: delete graphs before the group is destroyed.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -143,13 +145,16 @@ class GatheredTransport(CollectiveTransport):
         self, dispatched: Dispatched, *, shared: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See `Transport.combine_recv`."""
-        state = self._slots.find(dispatched.handle.slot).state
-        count = state.num_tokens if isinstance(state, _Round) else None
-        if count is None or out is None:
+        handle = dispatched.handle
+        state = self._slots.expect(handle.slot, "combine_recv", handle.round).state
+        assert isinstance(state, _Round)
+        if state.num_tokens is None or out is None:
             return super().combine_recv(dispatched, shared=shared, out=out)
-        is_token = torch.arange(len(out), device=self.device) < count
+        check_results((state.sizes.num_rows, self.config.hidden), self.config, self.device, shared=shared, out=out)
+        written = torch.arange(len(out), device=self.device) < state.num_tokens.view(())
+        written |= state.token_to_row[:, -1] >= 0  # all rows of a bad round
         found = super().combine_recv(dispatched, shared=shared)  # of all rows
-        return torch.where(is_token[:, None], found, out, out=out)
+        return torch.where(written[:, None], found, out, out=out)
 
     def refuse(self, error: ValueError, *, slot: int = 0, num_tokens: int = 0) -> NoReturn:
         """See `Transport.refuse`. While a graph is captured no other rank waits."""
@@ -159,13 +164,14 @@ class GatheredTransport(CollectiveTransport):
         super().refuse(error, slot=slot, num_tokens=num_tokens)
 
     def check(self) -> None:
-        """See `Transport.check`. Host sync if a round was captured; not while one is."""
+        """See `Transport.check`. Once a round was captured, host sync of the current stream, on which graphs are
+        replayed; not while one is captured."""
         super().check()
         if not self._captured or self._in_graph():
             return
         if self.device.type == "cuda":
             event = torch.cuda.Event()
-            event.record()
+            event.record(torch.cuda.current_stream(self.device))
             self._group.wait(event, phase="check", round=self.num_rounds)
         headers = take_kept(self._kept)
         if headers:

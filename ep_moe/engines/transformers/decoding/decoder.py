@@ -84,7 +84,7 @@ def decode_transport(session: Session) -> Any:
             from ep_moe.transport.one_sided import NvlinkTransport  # needs Triton, which a machine with GPUs has
 
             return NvlinkTransport
-        if isinstance(session.transport, CollectiveTransport):
+        if isinstance(session.transport, CollectiveTransport) and session.group.backend == "nccl":
             return GatheredTransport
     return type(session.transport)
 

@@ -68,6 +68,7 @@ class RowDecoder:
         self._decoder = session.decoder = Decoder(model, graphs=graphs)
         self._captured: set[tuple[int, Shape]] = set()  # (rank, shape), equal on all ranks
         self._prompts: dict[int, Chunk] = {}  # row -> the last chunk of a prompt that is not complete
+        self._waited: list[float] = []  # seconds until the rows were ready
         self._wanted: dict[int, int] = {}  # row -> likeliest tokens with each log-probability
         capacity = pass_shape(num_rows, num_positions, sampled=True).capacity
         if any(window is not None and window < capacity for window in windows_of(model.config)):
@@ -112,18 +113,24 @@ class RowDecoder:
             decoder.capture_passes(self._model, shapes)
             self._captured = set(itertools.product(range(group.num_ranks), shapes))
         self._session.reset_expert_load()
+        self._waited = self._decoder.waited_secs()
 
     def run(self, plan: RowsPlan) -> RowsMade:
         """Carry out this rank's part of a plan. Collective, host sync."""
         made, session = self._run(plan), self._session
         if not plan.load:
             return made
-        made = dataclasses.replace(made, load=session.expert_load.tolist(), waited=self._decoder.waited_secs())
+        made = dataclasses.replace(made, load=session.expert_load.tolist(), waited=self._waits())
         if session.rebalancer is None:
             return made
         # rank 0's answer stays on its machine, and nothing else tells the front end of a new placement
         placements = session.placements if session.group.rank == 0 else ()
         return dataclasses.replace(made, rebalancing=status_entries(session.rebalancer.status), placements=placements)
+
+    def _waits(self) -> list[float]:
+        """As `RowsMade.waited`, without those of the start: ranks differ in time to compile."""
+        found = self._decoder.waited_secs()
+        return [now - before for now, before in zip(found, self._waited or [0.0] * len(found), strict=True)]
 
     @torch.inference_mode()
     def _run(self, plan: RowsPlan) -> RowsMade:
