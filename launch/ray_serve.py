@@ -4,8 +4,8 @@
     serve run launch.ray_serve:build nodes=1 nproc=2 model=DIR
 
 run from the root of the repository; `curl http://127.0.0.1:8000/v1/completions ...` then reaches the model, with
-streams passed through. Arguments: `nodes` and any field of `EngineConfig` and `ServeConfig`. A lost rank fails the
-health check; Serve then replaces the replica, which starts all ranks anew.
+streams passed through. Arguments: `nodes` and any field of `EngineConfig`, `ServeConfig` and `RebalanceConfig`. A lost
+rank fails the health check; Serve then replaces the replica, which starts all ranks anew.
 """
 
 import threading
@@ -20,6 +20,7 @@ from ray import serve
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
+from ep_moe.app.rebalancing import RebalanceConfig
 from ep_moe.app.serve import ServeConfig
 from ep_moe.app.start import nodes_of
 from ep_moe.config import EngineConfig
@@ -35,10 +36,10 @@ HOP_HEADERS = {"host", "content-length", "connection", "transfer-encoding"}
 class Server:
     """One server on all its ranks."""
 
-    def __init__(self, engine: EngineConfig, config: ServeConfig) -> None:
+    def __init__(self, engine: EngineConfig, config: ServeConfig, rebalance: RebalanceConfig) -> None:
         self._error: BaseException | None = None
         self._ranks = RayRanks(nodes_of(engine), engine.group)
-        self._ranks.start("ep_moe.app.serve_rank:serve_rank_main", engine, config)
+        self._ranks.start("ep_moe.app.serve_rank:serve_rank_main", engine, config, rebalance)
         self._url = f"http://{self._ranks.places[0].address}:{config.port}"
         threading.Thread(target=self._watch, name="ep_moe-ranks", daemon=True).start()
         self._wait_until_it_answers()
@@ -100,10 +101,10 @@ def build(arguments: dict[str, str]) -> serve.Application:
     """
     given: dict[str, Any] = {"ray": "auto", "port": PORT, "host": "0.0.0.0", **arguments}
     engine = _config_of(EngineConfig, given)
-    config = _config_of(ServeConfig, given)
+    config, rebalance = _config_of(ServeConfig, given), _config_of(RebalanceConfig, given)
     if given:
-        raise ValueError(f"{', '.join(given)}: no such field of EngineConfig or ServeConfig")
-    return Server.bind(engine, config)
+        raise ValueError(f"{', '.join(given)}: no such field of EngineConfig, ServeConfig or RebalanceConfig")
+    return Server.bind(engine, config, rebalance)
 
 
 def _config_of(config_type: type[Any], given: dict[str, Any]) -> Any:
