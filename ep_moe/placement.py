@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ep_moe.fields import typed
+from ep_moe.fields import shown, typed
 
 INT32 = torch.iinfo(torch.int32)
 
@@ -20,7 +20,8 @@ class Placement:
     """The assignment of experts to ranks.
 
     Position p (a physical id) holds logical expert `physical_to_logical[p]`; rank r owns positions
-    [starts[r], starts[r + 1]). A rank may own none; a logical expert may have several positions.
+    [starts[r], starts[r + 1]). A rank may own none; a logical expert may have several positions, of which those in
+    `idle` take no tokens.
 
     Example: 5 experts round robin on 2 ranks are `Placement((0, 2, 4, 1, 3), (0, 3, 5))`.
 
@@ -30,11 +31,13 @@ class Placement:
     Args:
         physical_to_logical: P logical ids; every id in [0, E) occurs at least once.
         starts: R + 1 ascending positions from 0 to P.
-    Errors: ValueError if one of the two does not hold.
+        idle: ascending positions; every expert has another one.
+    Errors: ValueError if one of these does not hold.
     """
 
     physical_to_logical: tuple[int, ...]
     starts: tuple[int, ...]
+    idle: tuple[int, ...] = ()
     _is_identity: bool = dataclasses.field(init=False, repr=False, compare=False)
     _tensors: dict[Any, torch.Tensor] = dataclasses.field(init=False, repr=False, compare=False, default_factory=dict)
 
@@ -58,11 +61,24 @@ class Placement:
         for before, after in itertools.pairwise(self.starts):
             if after < before:
                 raise ValueError(f"starts {self.starts} descends from {before} to {after}")
+        self._check_idle()
         object.__setattr__(self, "_is_identity", self.physical_to_logical == tuple(range(num_physical)))
 
+    def _check_idle(self) -> None:
+        if type(self.idle) is not tuple or self.idle:
+            object.__setattr__(self, "idle", typed(self.idle, tuple[int, ...], "idle"))
+        if not self.idle:
+            return
+        if not 0 <= self.idle[0] <= self.idle[-1] < self.num_physical or sorted(set(self.idle)) != [*self.idle]:
+            raise ValueError(f"idle {shown(self.idle)} must be ascending positions in [0, {self.num_physical})")
+        left = {self.physical_to_logical[position] for position in self.active}
+        for position in self.idle:
+            if self.physical_to_logical[position] not in left:
+                raise ValueError(f"idle leaves expert {self.physical_to_logical[position]} without a position")
+
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle only the two tuples: cached tensors belong to this process' devices."""
-        return Placement, (self.physical_to_logical, self.starts)
+        """Pickle only the tuples: cached tensors belong to this process' devices."""
+        return Placement, (self.physical_to_logical, self.starts, self.idle)
 
     @classmethod
     def linear(cls, num_experts: int, num_ranks: int) -> "Placement":
@@ -96,6 +112,12 @@ class Placement:
     def num_physical(self) -> int:
         """P, physical experts."""
         return len(self.physical_to_logical)
+
+    @property
+    def active(self) -> list[int]:
+        """The positions that take tokens, ascending."""
+        idle = set(self.idle)
+        return [position for position in range(self.num_physical) if position not in idle]
 
     @property
     def num_ranks(self) -> int:
@@ -145,7 +167,7 @@ class Placement:
         return self._tensor(("expert_map", rank), device, torch.int32, local_indices)
 
     def logical_to_physical(self, device: torch.device | str | None = None) -> torch.Tensor:
-        """Map a logical expert to its physical id, the first if it has several.
+        """Map a logical expert to its physical id, the first that is not idle if it has several.
 
         Returns: [E] int64 on `device` (default: CPU). Local; the first call for a device copies.
         """
@@ -180,7 +202,7 @@ class Placement:
         return [*shifts, self.num_physical - self.num_experts, 0]
 
     def _first_positions(self) -> list[int]:
-        position_of = _first_index(self.physical_to_logical)
+        position_of = {self.physical_to_logical[position]: position for position in reversed(self.active)}
         return [position_of[logical] for logical in range(self.num_experts)]
 
     def _tensor(

@@ -16,7 +16,7 @@ from ep_moe.group.collectives import begin_all_to_all
 from ep_moe.group.symmetric import SymmetricBuffer
 
 ALIGNMENT = 16  # of parcels and of the tensors in them
-_COPIES_PER_STEP, _BYTES_PER_STEP = 64, 256 << 20  # that begin in a call of `advance`, if there are more
+_COPIES_PER_STEP, _BYTES_PER_STEP = 64, 64 << 20  # that begin in a call of `poll`, once earlier ones have arrived
 Copy = tuple[torch.Tensor, torch.Tensor]  # target and source, of equal shapes and dtypes
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -169,16 +169,16 @@ class Carrier:
     def poll(self) -> bool:
         """Go on, for a moment; whether all that this rank sends, and gets by a collective, has arrived. Local, no host
         sync."""
-        left = _BYTES_PER_STEP
-        with torch.cuda.stream(self._stream):
-            for _ in range(_COPIES_PER_STEP):
-                if not self._pending or left <= 0:
-                    break
-                target, source = self._pending.popleft()
-                target.copy_(source, non_blocking=True)
-                left -= source.numel() * source.element_size()
-                if not self._pending:
-                    self._record()
+        if self._pending and (self._event is None or self._event.query()):  # hosts are many passes ahead of devices
+            left = _BYTES_PER_STEP
+            with torch.cuda.stream(self._stream):
+                for _ in range(_COPIES_PER_STEP):
+                    if not self._pending or left <= 0:
+                        break
+                    target, source = self._pending.popleft()
+                    target.copy_(source, non_blocking=True)
+                    left -= source.numel() * source.element_size()
+                self._record()
         if self._work is not None:
             if not self._work.is_completed():
                 return False

@@ -72,7 +72,8 @@ def save_placements(path: str | Path, placements: Sequence[Placement], model: Mo
     """Write a file with the placement of each layer. Errors: ValueError if they do not fit `model`; OSError. Local."""
     _check_placements(placements, model, "placements")
     layers = [placement.physical_to_logical for placement in placements]
-    _write(path, PLACEMENTS, model, starts=placements[0].starts, layers=layers)
+    idle = [placement.idle for placement in placements]
+    _write(path, PLACEMENTS, model, starts=placements[0].starts, layers=layers, idle=idle)
 
 
 def read_placements(
@@ -83,10 +84,12 @@ def read_placements(
     Errors: ValueError for a file that is none, of another model than `model`, or for another number of ranks; OSError.
     Local.
     """
-    found, content = _read(path, PLACEMENTS, model, "layers", "starts")
-    layers, starts = content
+    found, content = _read(path, PLACEMENTS, model, "layers", "starts", "idle")
+    layers, starts, idle = content
     try:
-        placements = tuple(Placement(layer, starts) for layer in layers)
+        if len(idle) != len(layers):
+            raise ValueError(f"idle has {len(idle)} entries, layers {len(layers)}")
+        placements = tuple(Placement(layer, starts, unused) for layer, unused in zip(layers, idle, strict=True))
         _check_placements(placements, found, "layers")
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

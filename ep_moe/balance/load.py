@@ -11,11 +11,12 @@ from ep_moe.placement import Placement
 
 
 def rank_loads(load: Sequence[Sequence[float]], placements: Sequence[Placement]) -> list[list[float]]:
-    """The load of each rank's experts, [A][R], from that of all experts, [A][E]; copies have equal shares. Local."""
+    """The load of each rank's experts, [A][R], from that of all experts, [A][E]; copies in use share alike. Local."""
     found = []
     for counts, placement in zip(load, placements, strict=True):
-        experts = np.array(placement.physical_to_logical)
-        shares = (np.asarray(counts, np.float64) / np.bincount(experts))[experts]
+        experts, active = np.array(placement.physical_to_logical), placement.active
+        shares = np.zeros(len(experts))
+        shares[active] = (np.asarray(counts, np.float64) / np.bincount(experts[active]))[experts[active]]
         ends = np.concatenate([[0.0], shares.cumsum()])[list(placement.starts)]
         found.append(np.diff(ends).tolist())
     return found

@@ -15,18 +15,20 @@ class Piece:
 
     Args:
         layer: its index. positions: that get other experts. sources: for each, a position that has its expert before.
+        idle: the positions that take no tokens afterwards.
     """
 
     layer: int
     positions: tuple[int, ...]
     sources: tuple[int, ...]
+    idle: tuple[int, ...] = ()
 
     def after(self, placement: Placement) -> Placement:
         """The placement that follows."""
         experts = list(placement.physical_to_logical)
         for position, source in zip(self.positions, self.sources, strict=True):
             experts[position] = placement.physical_to_logical[source]
-        return Placement(tuple(experts), placement.starts)
+        return Placement(tuple(experts), placement.starts, self.idle)
 
 
 def pieces_of(layer: int, now: Placement, target: Placement, most: int, *, sends_too: bool) -> list[Piece]:
@@ -48,6 +50,9 @@ def pieces_of(layer: int, now: Placement, target: Placement, most: int, *, sends
             )
         found.append(piece)
         current = piece.after(current)
+    if current.idle != target.idle:
+        last = found.pop() if found else Piece(layer=layer, positions=(), sources=())
+        found.append(dataclasses.replace(last, idle=target.idle))
     return found
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ep_moe.balance.idle import idle_copies
+from ep_moe.balance.load import balancedness, rank_loads
 from ep_moe.balance.packing import Floats, Ints, Ranks, Search, copy_counts, pack
 from ep_moe.balance.packing import Step as Found
 from ep_moe.fields import typed
@@ -39,7 +41,7 @@ class Step:
     """Moves of one layer that belong together, and what they gain.
 
     Args:
-        gain: by how much the load of the layer's fullest rank falls, as a part of the mean rank's.
+        gain: by how much the load of the layer's fullest rank falls, as a part of the mean rank's; no copies are idle.
     """
 
     layer: int
@@ -80,6 +82,7 @@ def plan_placement(
     previous: Sequence[Placement] | None = None,
     max_moves: int | None = None,
     min_gain: float = 0.005,
+    slack: float = 0.01,
 ) -> PlacementPlan:
     """Plan where the experts of all layers go, and which experts have copies.
 
@@ -90,8 +93,11 @@ def plan_placement(
     no rank with more positions than its node has experts), plans are hierarchical as in EPLB: groups of experts go to
     nodes, and experts stay on the node of their group, as routing that is limited to groups wants it.
 
-    With `previous`, the steps begin there, and a layer is planned from nothing only if that is better by 2 %, in the
-    order of ranks and positions that moves fewest experts; that is one step.
+    Copies that the balance can do without are idle, on one node: each that takes tokens costs a pass the reading of its
+    weights. A later plan may use them without a move.
+
+    With `previous`, the steps begin there, with none idle, and a layer is planned from nothing only if it is better by
+    2 %, in the order of ranks and positions that moves fewest experts; that is one step.
 
     Args:
         load: [A, E] array or tensor, tokens that each layer's experts get, at least 0; a layer without load counts
@@ -103,6 +109,7 @@ def plan_placement(
         max_moves: the most moves of all layers, those that gain most first; needs `previous`, from which all steps
             then begin.
         min_gain: steps lower the fullest rank by at least this part of the layer's mean rank load.
+        slack: by how much of the mean rank's load idle copies may raise the fullest one's.
     Errors: ValueError for a load that is no such array, for sizes or previous placements that do not fit each other.
     Local; without device or group. Equal arguments give equal plans.
     """
@@ -111,8 +118,9 @@ def plan_placement(
     _check_sizes(num_experts, num_physical, num_ranks, node_size, num_groups)
     if max_moves is not None and (previous is None or typed(max_moves, int, "max_moves") < 0):
         raise ValueError(f"max_moves ({max_moves}) must be at least 0, and needs previous placements")
-    if not 0 <= typed(min_gain, float, "min_gain") < 1:
-        raise ValueError(f"min_gain ({min_gain}) is not in [0, 1)")
+    for name, value in (("min_gain", min_gain), ("slack", slack)):
+        if not 0 <= typed(value, float, name) < 1:
+            raise ValueError(f"{name} ({value}) is not in [0, 1)")
     starts, now = Placement.linear(num_physical, num_ranks).starts, None
     if previous is not None:
         starts, now = _held(previous, num_layers, num_experts, num_physical, num_ranks)
@@ -125,10 +133,40 @@ def plan_placement(
         steps, most = list[Step](), planner.most(held)
     else:
         held, steps, most = planner.changed(now, max_moves)
-    mean = loads.sum(1) / num_ranks
     placements = tuple(Placement(tuple(row), starts) for row in held.tolist())
-    before = () if now is None else tuple((mean / planner.most(now)).tolist())
-    return PlacementPlan(placements=placements, steps=tuple(steps), before=before, after=tuple((mean / most).tolist()))
+    if num_physical > num_experts and node_size >= num_ranks:
+        allowed = slack * loads.sum(1) / num_ranks
+        idle = idle_copies(loads, held, ranks, most + allowed)
+        placements = tuple(
+            Placement(each.physical_to_logical, starts, unused) for each, unused in zip(placements, idle, strict=True)
+        )
+        if previous is not None:
+            kept = _layers_to_keep(loads, previous, placements, allowed)
+            placements = tuple((previous if keep else placements)[layer] for layer, keep in enumerate(kept))
+            steps = [step for step in steps if not kept[step.layer]]
+    before = () if previous is None else _balanced(loads, previous)
+    after = _balanced(loads, placements)
+    return PlacementPlan(placements=placements, steps=tuple(steps), before=before, after=after)
+
+
+def _layers_to_keep(
+    loads: Floats, previous: Sequence[Placement], planned: Sequence[Placement], allowed: Floats
+) -> list[bool]:
+    """Whether a layer is better off as it is: its copies in use balance better, or as well without any move."""
+    before, after = (
+        np.array([max(ranks) for ranks in rank_loads(loads.tolist(), each)]) for each in (previous, planned)
+    )
+    kept = []
+    for layer, (old, new) in enumerate(zip(previous, planned, strict=True)):
+        stays = old.physical_to_logical == new.physical_to_logical
+        as_good = stays and before[layer] <= after[layer] and len(old.idle) >= len(new.idle)
+        kept.append(bool(as_good or before[layer] < after[layer] - allowed[layer]))
+    return kept
+
+
+def _balanced(loads: Floats, placements: Sequence[Placement]) -> tuple[float, ...]:
+    """The balancedness of each layer."""
+    return tuple(balancedness([ranks]) for ranks in rank_loads(loads.tolist(), placements))
 
 
 class _Planner:

@@ -32,7 +32,7 @@ from ep_moe.routing import PositionTable
 
 MOST_BYTES = 1 << 30  # of spare memory by default: what is copied in one step takes less than 1 ms on a GPU
 _STEPS_PER_VOTE = 4
-_SWITCH_SECS = 2e-4  # how long the planning thread may keep the interpreter from the main thread
+_SWITCH_SECS = 2e-5  # how long the planning thread may keep the interpreter from the main thread
 _SHARED = ("w13_input_scale",)  # of all experts
 
 _log = logging.getLogger(__name__)
@@ -389,7 +389,7 @@ class Rebalancer:
         except Exception as failure:  # noqa: BLE001 - all ranks report it
             _log.debug("planning failed", exc_info=True)
             error, pieces, balanced = f"{type(failure).__name__}: {failure}", [], [0.0, 0.0]
-        moves = [(piece.layer, piece.positions, piece.sources) for piece in pieces]
+        moves = [dataclasses.astuple(piece) for piece in pieces]
         return json.dumps([error, balanced, moves]).encode()
 
     def _follow(self) -> None:
@@ -406,8 +406,8 @@ class Rebalancer:
             self._work = None
             return
         self._pieces.extend(
-            Piece(layer=layer, positions=tuple(positions), sources=tuple(sources))
-            for layer, positions, sources in moves
+            Piece(layer=layer, positions=tuple(positions), sources=tuple(sources), idle=tuple(idle))
+            for layer, positions, sources, idle in moves
         )
         self._next()
 
@@ -480,7 +480,7 @@ class Rebalancer:
 
 
 def _key(placement: Placement) -> tuple[Any, ...]:
-    return placement.physical_to_logical, placement.starts
+    return placement.physical_to_logical, placement.starts, placement.idle
 
 
 def _table_of(layer: ExpertParallelMoE, index: int = 0) -> PositionTable:

@@ -20,6 +20,7 @@ KEY_OF_INFINITY = tl.constexpr(0x7F800000)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 LOW = tl.constexpr(0xFFFFFFFF)
 # of the hash that chooses copies
+LANES = tl.constexpr(8)  # of counts
 OF_ROW, OF_EXPERT, FIRST, SECOND = (tl.constexpr(n) for n in (0x9E3779B1, 0x85EBCA77, 0x7FEB352D, 0x846CA68B))
 
 
@@ -159,10 +160,11 @@ def _position(words_ptr, row, expert, mask, COPIES: tl.constexpr):
 
 
 @triton.jit
-def _count(counts_ptr, num_tokens_ptr, row, expert, mask):
-    """Add one to each expert of the rows before the padding."""
+def _count(counts_ptr, num_tokens_ptr, row, expert, mask, E: tl.constexpr):
+    """Add one to each expert of the rows before the padding, in the lane [E] of the row."""
     if num_tokens_ptr is not None:
         mask = mask & (row < tl.load(num_tokens_ptr))
+    counts_ptr += row % LANES * E
     tl.atomic_add(counts_ptr + expert, tl.full(expert.shape, 1, tl.int64), mask=mask, sem="relaxed")
 
 
@@ -215,7 +217,7 @@ def _route_kernel(
     if METHOD.MAPPED:
         physical = _position(scores.words_ptr, token, ids, used, METHOD.COPIES).to(tl.int32)
     if METHOD.COUNTS:
-        _count(scores.words_ptr + METHOD.COUNTS, scores.num_tokens_ptr, token, ids, used)
+        _count(scores.words_ptr + METHOD.COUNTS, scores.num_tokens_ptr, token, ids, used, METHOD.G * METHOD.GROUP_SIZE)
     if METHOD.WEIGHT == "softmax_chosen":
         largest, total = _largest_and_sum(logit, used)
     if METHOD.WEIGHT == "sigmoid":
@@ -269,7 +271,7 @@ def _map_ids_kernel(
     known = (ids >= 0) & (ids < E)
     physical = tl.where(known, ids, 0)
     if COUNTS:
-        _count(maps.words_ptr + COUNTS, maps.num_tokens_ptr, row, physical, inside & known)
+        _count(maps.words_ptr + COUNTS, maps.num_tokens_ptr, row, physical, inside & known, E)
     if MAPPED:
         physical = _position(maps.words_ptr, row, physical, inside & known, COPIES)
     physical = tl.where(known, physical, tl.where(ids < 0, ids, ids + ADDED))

@@ -50,7 +50,7 @@ def warm_up(
 def counts_of(layer: Layer) -> torch.Tensor | None:
     """How often tokens chose each expert, if the layer counts them. Local."""
     table = layer.positions
-    return table.counts if isinstance(table, PositionTable) and table.counted else None
+    return table.lanes if isinstance(table, PositionTable) and table.counted else None
 
 
 def row_counts(max_tokens: int) -> list[int]:

@@ -11,15 +11,16 @@ from ep_moe.tensors import check_tensor
 # multipliers of a hash of 32 bits, which `ep_moe.kernels.route` computes too
 _OF_ROW, _OF_EXPERT, _FIRST, _SECOND = 0x9E3779B1, 0x85EBCA77, 0x7FEB352D, 0x846CA68B
 _LOW = 0xFFFFFFFF
+_LANES = 8  # of counts, as in `ep_moe.kernels.route`: rows that follow each other add to different memory
 
 
 class PositionTable:
     """The positions of each expert as the tokens of one rank see them, and counts of its tokens by expert.
 
-    A token takes the copy on its own rank, else one on its own node, else one of all. Of several it takes one by a hash
-    of its row and the expert, from which ranks count on by their number: the same input gives the same choice, and
-    copies get equal shares. The routing kernel, and `to_physical`, read the table; calls that are captured in a CUDA
-    graph read what `update` has written since.
+    A token takes the copy on its own rank, else one on its own node, else one of all, but never an idle one. Of several
+    it takes one by a hash of its row and the expert, from which ranks count on by their number: the same input gives
+    the same choice, and copies get equal shares. The routing kernel, and `to_physical`, read the table; calls that are
+    captured in a CUDA graph read what `update` has written since.
 
     Args:
         placement: the first one. rank: this rank.
@@ -30,8 +31,8 @@ class PositionTable:
 
     Attributes:
         placement: the one that the table has now.
-        words: [2 E + P] int64: for each expert its position, or, if there is a choice, the place of the first among the
-            P entries that follow, and their number in the upper half; then those positions; then E counts.
+        words: [E + P + 8 E] int64: for each expert its position, or, if there is a choice, the place of the first among
+            the P entries that follow, and their number in the upper half; then those positions; then `lanes`.
     Errors: ValueError for a rank or node that the placement lacks. Local; copies to the device.
     """
 
@@ -53,16 +54,21 @@ class PositionTable:
         self.placement, self.num_experts, self.num_physical = placement, placement.num_experts, placement.num_physical
         self.has_copies = self.num_physical > self.num_experts
         self.maps = self.has_copies or changing or not placement.is_identity
-        words = [*self._entries(placement), *[0] * self.num_experts]
+        words = [*self._entries(placement), *[0] * (_LANES * self.num_experts)]
         self.words = torch.tensor(words, dtype=torch.int64, device=device)
 
     @property
     def counts(self) -> torch.Tensor:
-        """[E] int64 on the device: tokens of this rank that chose each expert, since the last `counts.zero_()`.
+        """[E] int64 on the device: tokens of this rank that chose each expert, since the last `lanes.zero_()`.
 
-        A view that calls write to. -1, other invalid ids and padding are not counted. It would overflow after 2^63.
+        -1, other invalid ids and padding are not counted. It would overflow after 2^63. One launch, no host sync.
         """
-        return self.words[self.num_experts + self.num_physical :]
+        return self.lanes.sum(0)
+
+    @property
+    def lanes(self) -> torch.Tensor:
+        """[8, E] int64, the counts of rows by their number modulo 8; a view that calls write to."""
+        return self.words[self.num_experts + self.num_physical :].view(_LANES, self.num_experts)
 
     def update(self, placement: Placement) -> None:
         """Replace the placement by one of the same E, P and starts, in place; counts stay.
@@ -99,7 +105,8 @@ class PositionTable:
         rows = torch.arange(len(topk_ids), device=topk_ids.device)[:, None]
         if self.counted:
             live = known if num_tokens is None else known & (rows < num_tokens)
-            self.counts.scatter_add_(0, experts.reshape(-1), live.long().reshape(-1))
+            place = rows % _LANES * self.num_experts + experts
+            self.lanes.view(-1).scatter_add_(0, place.reshape(-1), live.long().reshape(-1))
         if not self.maps:
             return topk_ids if topk_ids.dtype == torch.int32 else topk_ids.clamp(INT32.min, INT32.max).int()
         words = self.words[experts]
@@ -115,8 +122,8 @@ class PositionTable:
         """The first E + P words for a placement."""
         rank_of = [rank for rank in range(placement.num_ranks) for _ in placement.local_experts(rank)]
         found: list[list[int]] = [[] for _ in range(self.num_experts)]
-        for position, expert in enumerate(placement.physical_to_logical):
-            found[expert].append(position)
+        for position in placement.active:
+            found[placement.physical_to_logical[position]].append(position)
         first, last = self._node
         words, choices = list[int](), list[int]()
         for positions in found:

@@ -26,7 +26,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     load, file = RecordedLoad(model=MODEL, load=LOAD), tmp_path / "file.json"
     load.save(file)
     assert RecordedLoad.read(file, MODEL) == load
-    placements = plan_placement(LOAD, 5, 2).placements
+    placements = plan_placement([[1, 1, 1, 1], [8, 0, 0, 0]], 5, 2).placements
+    assert any(placement.idle for placement in placements)
     save_placements(file, placements, MODEL)
     assert read_placements(file, MODEL, num_ranks=2) == placements
 
@@ -35,7 +36,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "format is 'other', 'ep_moe placements 1' needed": {"format": "other"},
     "layers is None, no list": {"layers": None},
     "starts is 3, no list": {"starts": 3},
-    "layers are 1, the model has 2 layers with experts": {"layers": [[0, 1, 2, 3]]},
+    "layers are 1, the model has 2 layers with experts": {"layers": [[0, 1, 2, 3]], "idle": [[]]},
+    "idle has 1 entries, layers 2": {"idle": [[]]},
+    "idle leaves expert 1 without a position": {"idle": [[1], []]},
     "physical_to_logical holds expert 4 but not expert 3": {"layers": [[0, 1, 2, 4]] * 2},
     "starts (0, 2, 5) must run from 0 to the number of physical experts (4)": {"starts": [0, 2, 5]},
     "layers[0] has 5 experts, the model 4": {"layers": [[0, 1, 2, 3, 4]] * 2, "starts": [0, 2, 5]},

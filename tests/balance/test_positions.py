@@ -35,6 +35,25 @@ def test_the_nearest_copy() -> None:
     assert set(taken(7, 2, 20)) == {1}
 
 
+def test_idle_copies_are_not_taken() -> None:
+    """The own rank's copy neither, nor one of several on the node."""
+    placement = Placement(PLACEMENT.physical_to_logical, PLACEMENT.starts, (1, 4))  # expert 1 on rank 0, 0 on rank 2
+    ids = torch.zeros(60, 2, dtype=torch.int64)
+    ids[:, 1] = 1
+    first, second = PositionTable(placement, 0).to_physical(ids).T.tolist()
+    assert set(first) == {0}
+    assert set(second) == {10}
+    assert set(PositionTable(placement, 2).to_physical(ids)[:, 0].tolist()) == {0, 2, 6}
+    assert placement.logical_to_physical().tolist()[:3] == [0, 10, 3]
+    for idle, message in {
+        (1, 10): "idle leaves expert 1 without a position",
+        (4, 1): r"idle \(4, 1\) must be ascending positions in \[0, 13\)",
+        (13,): r"idle \(13,\) must be ascending",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            Placement(PLACEMENT.physical_to_logical, PLACEMENT.starts, idle)
+
+
 def test_copies_get_equal_counts() -> None:
     """Row by row, ranks 4 to 7 take each of four copies once; the rows of one rank take them evenly too."""
     rows = [taken(rank, 0, 4096) for rank in range(4, 8)]

@@ -72,7 +72,7 @@ def placements_of(
 def check_placements(placements: Sequence[Placement], group: EPGroup) -> None:
     """Raise ValueError on every rank if ranks have different placements: tables that may change are not compared in
     rounds. Collective, host sync."""
-    checksum = zlib.crc32(repr([placement.physical_to_logical for placement in placements]).encode())
+    checksum = zlib.crc32(repr([(each.physical_to_logical, each.idle) for each in placements]).encode())
     found = group.all_gather_object(checksum)
     odd = next((rank for rank, other in enumerate(found) if other != found[0]), None)
     if odd is not None:

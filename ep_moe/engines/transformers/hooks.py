@@ -179,7 +179,7 @@ class Session:
     def reset_expert_load(self) -> None:
         """Set the counts to zero. Local, no host sync."""
         for table in self._tables:
-            table.counts.zero_()
+            table.lanes.zero_()
 
     @contextlib.contextmanager
     def sitting_out(self, idle: bool = True) -> Iterator[None]:
