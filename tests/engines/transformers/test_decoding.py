@@ -121,10 +121,19 @@ def test_end_tokens_and_lengths(shipped: PreTrainedModel, reference: torch.Tenso
 
 @pytest.mark.parametrize("most", [80, 16])
 def test_prompts_in_several_prefills(most: int, reference: torch.Tensor) -> None:
-    """36 columns: two rows in each prefill, or 16 tokens of a row."""
+    """36 columns: two rows in each prefill, or 16 tokens of a row; without cuDNN, which makes a plan for each shape."""
     model = from_pretrained(SHIPPED_MODEL, EPGroup.single("cpu"), dtype=torch.float32, max_tokens_per_rank=most)
     ids, mask = prompts_of(*TEXTS)
+    cudnn: list[tuple[int, bool]] = []  # tokens of a row, and whether attention may take it
+
+    def note(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        del module, args
+        cudnn.append((kwargs["input_ids"].shape[1], torch.backends.cuda.cudnn_sdp_enabled()))
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
     assert torch.equal(by_passes(model, ids, mask, max_new_tokens=12), reference[:, :12])
+    assert {allowed for columns, allowed in cudnn if columns > 1} == {False}
+    assert cudnn[-1] == (1, True)  # a decode pass
 
 
 def test_more_rows_and_longer_prompts_than_before(shipped: PreTrainedModel, reference: torch.Tensor) -> None:

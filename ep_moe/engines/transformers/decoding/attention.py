@@ -1,4 +1,5 @@
 """Attention of decode passes: one query of each sequence, the query heads grouped by the key head that they share.
+Of prefills: kernels that take any shape.
 
 transformers below 5.23 repeats all keys and values for each query head of a group if there is a mask: for 64 sequences
 of 256 positions in Qwen3-30B, 268 MB are written and read in every layer.
@@ -57,3 +58,17 @@ def attend(
         grouped, key, value, attn_mask=attention_mask, scale=scaling
     )
     return output.reshape(rows, 1, num_heads, value.shape[-1]), None
+
+
+@contextlib.contextmanager
+def any_shape() -> Iterator[None]:
+    """In the block, torch's attention leaves out cuDNN, which it prefers on Hopper and Blackwell since 2.9.
+
+    cuDNN builds a plan for each new shape, in 50 ms and up to 1 s, and hardly two prefills have the same. Local.
+    """
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)

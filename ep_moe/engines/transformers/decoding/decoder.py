@@ -22,7 +22,7 @@ import torch
 
 from ep_moe.engines.common.model import warm_up
 from ep_moe.engines.transformers.architectures import num_topk_of
-from ep_moe.engines.transformers.decoding.attention import grouped_attention
+from ep_moe.engines.transformers.decoding.attention import any_shape, grouped_attention
 from ep_moe.engines.transformers.decoding.finite import check_finite, first_not_finite
 from ep_moe.engines.transformers.decoding.fixed_cache import BLOCK, FixedCache, windows_of
 from ep_moe.engines.transformers.decoding.options import GenerationOptions, check_prompts
@@ -281,7 +281,7 @@ class Decoder:
         """
         session, device = self._session, self._session.group.device
         if not chunks:
-            with session.sitting_out():
+            with session.sitting_out(), any_shape():
                 model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False)
             return None
         firsts, ends = [chunk.first for chunk in chunks], [chunk.end for chunk in chunks]
@@ -303,7 +303,7 @@ class Decoder:
             mask = self._cache.masks(text, model.dtype)
         whole = any(chunk.start.sampling.prompt_logprobs is not None for chunk in chunks)
         keep: dict[str, Any] = {} if whole or not model._supports_logits_to_keep() else {"logits_to_keep": 1}
-        with self._without_padding(sizes):
+        with self._without_padding(sizes), any_shape():
             output = model(
                 input_ids=torch.tensor(padded, device="cpu").to(device, non_blocking=True),
                 attention_mask=mask,

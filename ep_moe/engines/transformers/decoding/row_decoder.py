@@ -91,9 +91,9 @@ class RowDecoder:
         session.reset_expert_load()  # of these passes
 
     def warmup(self) -> None:
-        """Run each shape that plans may ask for, before clients wait: prefills of 1, 2, 4, ... up to M tokens, as one
-        prompt, padded and behind a chunk; and captures of all decode passes, if there are graphs. Without effect on a
-        CPU without graphs, where nothing is compiled. Collective, host sync."""
+        """Run what plans may ask for, before clients wait: prefills of 1, 2, 4, ... up to M tokens, as one prompt,
+        padded and behind a chunk or a prefix, and without prompts of some ranks; and captures of all decode passes, if
+        there are graphs. Without effect on a CPU without graphs, where nothing is compiled. Collective, host sync."""
         decoder, group = self._decoder, self._session.group
         if group.device.type == "cuda":
             most = min(self._session.transport.config.max_tokens_per_rank, self._num_positions - 1)
@@ -108,12 +108,26 @@ class RowDecoder:
                 everywhere = group.num_ranks
                 self.run(RowsPlan(ended=((),) * everywhere, starts=(new,) * everywhere, chunks=(chunks,) * everywhere))
                 log_step("prefills warmed up", number, len(steps))
+            self._warm_up_alone()
         if decoder.graphs:
             shapes = all_shapes(self._num_rows, self._num_positions)
             decoder.capture_passes(self._model, shapes)
             self._captured = set(itertools.product(range(group.num_ranks), shapes))
         self._session.reset_expert_load()
         self._waited = self._decoder.waited_secs()
+
+    def _warm_up_alone(self) -> None:
+        """Prefill prompts of every other rank alone; behind blocks of the prefix cache, if there is one."""
+        ranks = range(self._session.group.num_ranks)
+        size = BLOCK if self.prefix_blocks and self._num_positions > BLOCK + 1 else 0
+        start = RowStart(row=0, prompt=(0,) * (size + 1), max_new_tokens=1, prefix=(0,) if size else ())
+        for turn in range(2):
+            starts, chunks, saves = (
+                tuple((each,) if rank % 2 == turn else () for rank in ranks) for each in (start, (0, 1), (0, 0, 0))
+            )
+            if any(starts):
+                ended = ((),) * len(ranks)
+                self.run(RowsPlan(saves=saves if size else (), ended=ended, starts=starts, chunks=chunks))
 
     def run(self, plan: RowsPlan) -> RowsMade:
         """Carry out this rank's part of a plan. Collective, host sync."""
