@@ -31,6 +31,7 @@ OnProgress = Callable[[Progress], None]
 PREFILL, DECODE = "prefill", "decode"
 LOAD_SECS = 2.0  # between two reports of the experts' load
 WINDOW_SECS = 60.0  # of which `recent_rank_load` is
+MOST_HELD_SECS = 0.02  # that a first plan waits for requests that have come and are not submitted yet
 
 
 class Rows(Protocol):
@@ -266,6 +267,9 @@ class Leader:
         self._watchers: dict[int, OnProgress] = {}
         self._sent: collections.deque[tuple[RowsPlan, float]] = collections.deque()  # with the time
         self._received = 0.0  # time of the last plan's results
+        self._coming = 0  # requests that will submit generations
+        self._held_until: float | None = None  # the next plan
+        self._prefill_secs = MOST_HELD_SECS  # of the last one
         self._changed = threading.Condition()
         self._failure: ServerEndedError | None = None
         self._closing = False
@@ -329,6 +333,21 @@ class Leader:
             self._changed.notify()
         return ticket
 
+    def expect(self) -> Callable[[], None]:
+        """Note that a request has come; returns what to call, once or more, when it has submitted its generations, or
+        submits none. A prefill waits a little for those that come, so that all start together. Any thread."""
+        with self._changed:
+            self._coming += 1
+        expected = [1]
+
+        def done() -> None:
+            with self._changed:
+                self._coming -= sum(expected)
+                expected.clear()
+                self._changed.notify()
+
+        return done
+
     def cancel(self, ticket: int) -> bool:
         """End a generation and free its row; False if it has ended already. Any thread."""
         with self._changed:
@@ -377,11 +396,12 @@ class Leader:
             with self._changed:
                 if self._closing or (self._drain_until is not None and time.monotonic() >= self._drain_until):
                     return False
-                plan = self._scheduler.next_plan()
+                held = self._held_secs()
+                plan = None if held else self._scheduler.next_plan()
                 if plan is None and not self._sent:
-                    if self.draining:
+                    if self.draining and not held:
                         return False
-                    self._changed.wait(SLICE_SECS)
+                    self._changed.wait(held or SLICE_SECS)
             if plan is not None:
                 now = time.perf_counter()
                 if now >= self._load_due:
@@ -393,6 +413,25 @@ class Leader:
             else:
                 self._ranks.check()  # a rank may be lost while the server is idle
         return True
+
+    def _held_secs(self) -> float:
+        """How long the next plan waits for requests that have come, because they may start with it; 0 for not at all.
+
+        While the ranks are at work it waits until they are done. If nothing runs, for half of a prefill at most.
+        Streams do not wait.
+        """
+        scheduler = self._scheduler
+        if self._coming and scheduler.may_start:
+            if self._sent:
+                return SLICE_SECS
+            if scheduler.num_waiting and not scheduler.decodes:
+                now = time.monotonic()
+                if self._held_until is None:
+                    self._held_until = now + min(MOST_HELD_SECS, self._prefill_secs / 2)
+                if now < self._held_until:
+                    return self._held_until - now
+        self._held_until = None
+        return 0.0
 
     def _receive(self) -> None:
         """Wait for the results of the oldest plan, and hand out its tokens."""
@@ -414,6 +453,8 @@ class Leader:
         waits, self._scheduler.waits = self._scheduler.waits, []
         for wait in waits:
             self.on_start(wait)
+        if any(plan.chunks):
+            self._prefill_secs = self._received - start
         self.on_plan(PREFILL if any(plan.chunks) else DECODE, self._received - start)
 
     def _report_load(self, made: Sequence[RowsMade], start: float) -> None:

@@ -105,12 +105,15 @@ class _Bodies:
         self._large = asyncio.Semaphore(MOST_LARGE_BODIES)
         self._worker = ThreadPoolExecutor(1, "ep_moe-requests")  # one after another: each may take much memory
 
-    async def work(self, request: Request, work: Callable[[bytearray, float], Result]) -> Result:
-        """What `work` makes of the body of a request and the time of its arrival. Errors: those of `work`;
-        BadRequestError; _BodyTooLargeError; ClientDisconnect."""
+    async def work(
+        self, request: Request, work: Callable[[bytearray, float], Result], on_body: Callable[[], object] = lambda: None
+    ) -> Result:
+        """What `work` makes of the body of a request and the time of its arrival; `on_body` is called when the body is
+        there. Errors: those of `work`; BadRequestError; _BodyTooLargeError; ClientDisconnect."""
         start = time.perf_counter()
         async with contextlib.AsyncExitStack() as permits:
             body = await self._read(request, permits)
+            on_body()
             return await asyncio.get_running_loop().run_in_executor(self._worker, work, body, start)
 
     async def _read(self, request: Request, permits: contextlib.AsyncExitStack) -> bytearray:
@@ -256,18 +259,24 @@ def _add_generation(app: APIRouter, service: Service, bodies: _Bodies) -> None:
     async def answer(request: Request) -> Response:
         kind = KINDS[request.url.path]
         try:
-            job = await bodies.work(request, functools.partial(Job, service, kind, request.state.id))
-            if job.has_grammar:
-                loop = asyncio.get_running_loop()
-                await _unless_left(request, loop.run_in_executor(grammars, job.check_grammar))
-            if not job.stream:
-                content = await _unless_left(request, job.whole())
-                service.metrics.count(kind.endpoint, 200)
-                return JSONResponse(content)
-            pieces = job.pieces()
-            # errors before the first text have a status of their own
-            first = await _unless_left(request, anext(pieces))
-            return StreamingResponse(stream(job, kind, first, pieces), media_type="text/event-stream")
+            with contextlib.ExitStack() as coming:  # until its sequences are in the queue
+                job = await bodies.work(
+                    request,
+                    functools.partial(Job, service, kind, request.state.id),
+                    lambda: coming.callback(service.leader.expect()),
+                )
+                if job.has_grammar:
+                    coming.close()
+                    loop = asyncio.get_running_loop()
+                    await _unless_left(request, loop.run_in_executor(grammars, job.check_grammar))
+                if not job.stream:
+                    content = await _unless_left(request, job.whole(coming.close))
+                    service.metrics.count(kind.endpoint, 200)
+                    return JSONResponse(content)
+                pieces = job.pieces(coming.close)
+                # errors before the first text have a status of their own
+                first = await _unless_left(request, anext(pieces))
+                return StreamingResponse(stream(job, kind, first, pieces), media_type="text/event-stream")
         except (_ClientLeftError, ClientDisconnect):
             service.metrics.count(kind.endpoint, CLIENT_LEFT)
             return Response(status_code=CLIENT_LEFT)

@@ -7,7 +7,7 @@ import hmac
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
@@ -252,14 +252,15 @@ class Job:
                 one_call=request.one_call,
             )
 
-    async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
-        """(choice, piece) pairs of all sequences, as they come."""
+    async def pieces(self, submitted: Callable[[], None]) -> AsyncGenerator[tuple[int, Piece], None]:
+        """(choice, piece) pairs of all sequences, as they come; `submitted` is called when all are in the queue."""
         service, counts = self._service, [0] * len(self._choices)
         begun: dict[int, tuple[float, int]] = {}  # when a choice had its first text, and its tokens by then
         found = stream_texts(
             service.leader,
             [choice.generation for choice in self._choices],
             [choice.text for choice in self._choices],
+            submitted,
         )
         async with contextlib.aclosing(found):
             async for index, piece in found:
@@ -281,10 +282,10 @@ class Job:
     def _usage(self) -> dict[str, Any]:
         return usage(self._prompt_tokens, sum(choice.num_tokens for choice in self._choices), self._cached_tokens)
 
-    async def whole(self) -> dict[str, Any]:
-        """The answer of a request without a stream."""
+    async def whole(self, submitted: Callable[[], None]) -> dict[str, Any]:
+        """The answer of a request without a stream, as of `pieces`."""
         parts: list[list[dict[str, Any]]] = [[] for _ in self._choices]
-        async for index, piece in self.pieces():
+        async for index, piece in self.pieces(submitted):
             parts[index].append(self._choices[index].part(piece))
         choices = []
         for index, found in enumerate(parts):

@@ -4,7 +4,8 @@ Plain data and no waiting: the leader asks for plans, all ranks carry them out, 
 same order. A plan may be made before the tokens of the last one are there: a sequence that ends meanwhile gets none.
 Generations start in the order of their submission, on the rank with the fewest sequences. A prefill is one pass of at
 most M tokens of each rank. Longer prompts are prefilled in chunks, in turns, and new prompts start between two chunks.
-Prefills alternate with decode passes, so that sequences that run wait for one chunk at most.
+Prefills alternate with decode passes, so that sequences that run wait for one chunk at most; if none ran before a
+prefill, another one may follow.
 Letters: P prompt tokens, N new tokens, M max_tokens_per_rank, R ranks.
 """
 
@@ -198,7 +199,7 @@ class Scheduler:
         self._new_first = [True] * limits.num_ranks  # whether new prompts precede those in the next prefill
         # of each plan in progress: who gets tokens, in which column, and how many at most
         self._planned: collections.deque[list[tuple[_Sequence, int, int]]] = collections.deque()
-        self._prefills = False  # whether the last plan was a prefill
+        self._delays = False  # whether the last plan was a prefill for which sequences that ran have waited
 
     @property
     def num_waiting(self) -> int:
@@ -209,6 +210,16 @@ class Scheduler:
     def num_running(self) -> int:
         """Sequences that have a row."""
         return sum(1 for _ in self._running())
+
+    @property
+    def may_start(self) -> bool:
+        """Whether a generation that is submitted now may start with the next plan."""
+        return not (self._delays and any(self._decoding())) and any(None in rows for rows in self._rows)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether sequences want tokens that are not planned."""
+        return any(self._decoding())
 
     def usage(self, rank: int) -> tuple[int, int]:
         """Rows of a rank that have a sequence, and the positions that these have filled."""
@@ -221,6 +232,10 @@ class Scheduler:
 
     def _running(self) -> Iterator[_Sequence]:
         return (sequence for rows in self._rows for sequence in rows if sequence is not None)
+
+    def _decoding(self) -> Iterator[_Sequence]:
+        """Sequences whose prompts are complete and that want tokens which are not planned."""
+        return (sequence for sequence in self._running() if not sequence.to_fill and sequence.left > 0)
 
     def submit(self, generation: Generation) -> int:
         """Queue a generation; returns its ticket.
@@ -301,11 +316,12 @@ class Scheduler:
 
     def next_plan(self) -> RowsPlan | None:
         """What the ranks do next; None if nothing is left to plan. For each plan comes a `take`, in order."""
-        decoding = [sequence for sequence in self._running() if not sequence.to_fill and sequence.left > 0]
+        decoding = list(self._decoding())
         starts: list[list[RowStart]] = [[] for _ in self._rows]
-        chunks = [] if decoding and self._prefills else self._choose(starts)
-        self._prefills = any(each.chunks for each in chunks)
-        if not self._prefills and not decoding:
+        chunks = [] if decoding and self._delays else self._choose(starts)
+        prefills = any(each.chunks for each in chunks)
+        self._delays = prefills and bool(decoding)
+        if not prefills and not decoding:
             return None
         saves: tuple[tuple[tuple[int, int, int], ...], ...] = ()
         if any(self._saves):
@@ -313,7 +329,7 @@ class Scheduler:
             self._saves = [{} for _ in self._rows]
         ended = tuple(tuple(sorted(rows)) for rows in self._ended)
         self._ended = [set() for _ in self._ended]
-        if self._prefills:
+        if prefills:
             self._plan(
                 [(seq, place, 0 if seq.to_fill else 1) for each in chunks for place, (seq, _) in enumerate(each.chunks)]
             )

@@ -2,7 +2,7 @@
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from typing import Any
 
 from ep_moe.engines.transformers.decoding.passes import Logprob
@@ -130,14 +130,17 @@ class TextStream:
 
 
 async def stream_texts(
-    leader: Leader, generations: Sequence[Generation], texts: Sequence[TextStream]
+    leader: Leader,
+    generations: Sequence[Generation],
+    texts: Sequence[TextStream],
+    submitted: Callable[[], None] = lambda: None,
 ) -> AsyncGenerator[tuple[int, Piece], None]:
     """Generate several sequences, and yield (index, piece) as text is complete; each one's last piece has a `finish`.
 
     If the iterator is closed or its task is cancelled, the rows of all sequences are freed.
 
     Args:
-        texts: new ones, one for each generation.
+        texts: new ones, one for each generation. submitted: called when all are in the queue.
     Errors: those of `Leader.submit`, with the first piece; later NotFiniteError; ServerEndedError for a lost rank.
     """
     loop = asyncio.get_running_loop()
@@ -156,6 +159,7 @@ async def stream_texts(
     try:
         for index, generation in enumerate(generations):
             tickets[index] = leader.submit(generation, watcher(index))
+        submitted()
         while tickets:
             index, progress = await found.get()
             if progress.error is not None:

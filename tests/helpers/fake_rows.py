@@ -69,6 +69,7 @@ class FakeRows:
         self._limits, self._rank = limits, rank
         self._live: dict[int, list[int]] = {}  # row -> last token, its position, tokens left
         self._sampling: dict[int, Sampling] = {}
+        self._waited: set[int] = set()  # live rows that got no token from the last plan
         self._starts: dict[int, RowStart] = {}
         self._cells = [[NONE] * (2 * limits.num_positions) for _ in range(limits.num_rows)]
         self._positions = [0] * limits.num_rows  # at which decode passes store, live or not
@@ -94,7 +95,10 @@ class FakeRows:
             self._cells[start.row][: len(found)] = found
             self._starts[start.row], self._positions[start.row] = start, len(found)
         if any(plan.chunks):
+            assert not self._waited & self._live.keys()
+            self._waited = set(self._live)
             return self._prefill(plan.chunks[self._rank])
+        self._waited = set()
         shape = plan.shapes[self._rank]
         assert all(row < shape.rows for row in self._live)
         asked = list(self._live)

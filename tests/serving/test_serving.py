@@ -139,10 +139,14 @@ def test_generations_start_in_order_on_the_rank_with_the_fewest() -> None:
         for ticket, progress in scheduler.take([RowsMade(tokens=[made]) for made in ([7], [1, 3], [2, 4])])
     }
     assert found == {0: (7,), 2: (2,), 3: (3,), 4: (4,)}
+    others = scheduler.next_plan()  # prefills too: nothing ran before the first
+    assert others is not None
+    assert [[(start.row, len(start.prompt)) for start in starts] for starts in others.starts] == [[(1, 20)], [(0, 2)], []]
+    scheduler.submit(Generation(prompt=(1, 2), max_new_tokens=9))
     passes = scheduler.next_plan()
     assert passes is not None
     assert (passes.passes, any(passes.starts)) == (4, False)  # those who run get tokens before others start
-    assert passes.shapes == (pass_shape(1, 64, False), pass_shape(2, 64, False), pass_shape(2, 64, False))
+    assert passes.shapes == (pass_shape(2, 64, False),) * 3
 
 
 def test_a_prompt_goes_to_the_rank_that_has_its_prefix_unless_that_is_fuller() -> None:
@@ -189,6 +193,47 @@ def test_streams_wait_for_one_chunk_of_a_long_prompt_at_most() -> None:
     assert made == [1, 1]
     assert sum(got[4:]) == 20 + 1  # chunks of the long prompt, and the short one
     assert sum(waits) <= 2
+
+
+def test_requests_that_come_together_start_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One prefill for those that have come before the first of them ends, within limits; streams wait for none."""
+    monkeypatch.setattr("ep_moe.serving.core.MOST_HELD_SECS", 60.0)
+    plans: list[RowsPlan] = []
+
+    class Noted(FakeRows):
+        def run(self, plan: RowsPlan) -> RowsMade:
+            plans.append(plan)
+            return super().run(plan)
+
+    limits = dataclasses.replace(LIMITS, num_ranks=1)
+    leader = Leader(LeadRank(EPGroup.single("cpu"), Noted(limits, 0)), limits)
+    ended = threading.Semaphore(0)
+
+    def submit(new: int) -> None:
+        generation = Generation(prompt=(7,), max_new_tokens=new, sampling=Sampling(ignore_end=True))
+        leader.submit(generation, lambda progress: ended.release() if progress.finish else None)
+
+    thread = threading.Thread(target=leader.run)
+    thread.start()
+    done = [leader.expect() for _ in range(3)]
+    for number, each in enumerate(done):
+        assert not plans
+        submit(90 if number == 0 else 1)
+        each()
+        each()
+        time.sleep(0.05)
+    while len(plans) < 3:
+        time.sleep(0.001)
+    slow = leader.expect()  # comes while a stream runs, and submits nothing
+    assert all(ended.acquire(timeout=10) for _ in range(3))
+    monkeypatch.setattr("ep_moe.serving.core.MOST_HELD_SECS", 0.01)
+    submit(1)
+    assert ended.acquire(timeout=10)
+    slow()
+    leader.close()
+    thread.join()
+    assert [len(plan.starts[0]) for plan in plans if any(plan.chunks)] == [3, 1]
+    assert leader._coming == 0
 
 
 @pytest.mark.parametrize(
