@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 2**16  # of a grammar's text
-MOST_CPU_SECS = 1.0  # that its compilation may take; ranks do it again, while all their streams wait
+MOST_CPU_SECS = 1.0  # that its compilation may take; ranks do it again, beside their passes
 MOST_SECS = 5.0  # after which the compiling process is ended
 MOST_KEPT = 16  # compiled grammars
 _MOST_LEXER_STATES = 25_000  # of a grammar, about 2 KiB each
@@ -70,16 +70,32 @@ class Compiler:
         self._kept: collections.OrderedDict[str, Any] = collections.OrderedDict()
         self._lock = threading.Lock()
 
+    def kept(self, grammar: str) -> Any:
+        """A new matcher of a grammar that is compiled already; None for another one. Waits for no compilation."""
+        with self._lock:
+            found = self._kept.get(grammar)
+            if found is not None:
+                self._kept.move_to_end(grammar)
+        return None if found is None else found.deep_copy()
+
     def matcher(self, grammar: str) -> Any:
         """A new matcher at the beginning of a grammar; its `get_error()` tells what is wrong with the grammar."""
         from llguidance import LLMatcher
 
+        found = self.kept(grammar)
+        if found is not None:
+            return found
+        made = LLMatcher(self._tokens, grammar, log_level=0, limits=self._limits)  # other threads run meanwhile
         with self._lock:
-            found = self._kept.pop(grammar, None) or LLMatcher(self._tokens, grammar, log_level=0, limits=self._limits)
-            self._kept[grammar] = found
+            self._kept[grammar] = made
             if len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
-            return found.deep_copy()
+        return made.deep_copy()
+
+    def forget(self, grammar: str) -> None:
+        """Compile a grammar anew if it is asked for again."""
+        with self._lock:
+            self._kept.pop(grammar, None)
 
 
 class Checker:
@@ -102,8 +118,8 @@ class Checker:
             return f"it has {size} bytes, the limit is {MOST_BYTES}"
         with self._lock:
             if grammar not in self._checked:
-                error = self._ask(grammar)
-                if self._process is None:  # it was ended, or has crashed: by what else the machine does, perhaps
+                error, lasts = self._ask(grammar)
+                if not lasts:
                     return error
                 self._checked[grammar] = error
                 if len(self._checked) > MOST_KEPT:
@@ -119,7 +135,9 @@ class Checker:
                 self._process.communicate()
             self._process = None
 
-    def _ask(self, grammar: str) -> str:
+    def _ask(self, grammar: str) -> tuple[str, bool]:
+        """What is wrong with a grammar, and whether it would be another time: time and memory depend on what else the
+        machine does."""
         if self._process is None:
             self._process = subprocess.Popen(  # imports what this process does, and nothing of its working directory
                 [sys.executable, "-I", "-c", _PROGRAM, json.dumps(sys.path)],
@@ -132,12 +150,13 @@ class Checker:
         if select.select([self._process.stdout], [], [], MOST_SECS)[0]:
             answer = self._process.stdout.readline()
             if answer:
-                return str(json.loads(answer))
+                error, lasts = json.loads(answer)
+                return str(error), bool(lasts)
             why = "its compilation takes too much memory, or crashes"
         else:
             why = f"its compilation takes longer than {MOST_SECS:g} s"
         self.close()
-        return why
+        return why, False
 
     def _send(self, message: Any) -> None:
         assert self._process is not None
@@ -152,18 +171,19 @@ def is_installed() -> bool:
     return importlib.util.find_spec("llguidance") is not None
 
 
-def _first_error(compiler: Compiler, grammar: str) -> str:
-    """What is wrong with a grammar, or with its first token."""
+def _first_error(compiler: Compiler, grammar: str) -> tuple[str, bool]:
+    """What is wrong with a grammar, or with its first token; and whether it would be another time."""
     start = time.process_time()
     matcher = compiler.matcher(grammar)
     first = b"" if matcher.is_error() else matcher.compute_bitmask()
     secs = time.process_time() - start
     if matcher.is_error():
-        return str(matcher.get_error()) or "it cannot be compiled"
+        return str(matcher.get_error()) or "it cannot be compiled", True
     if secs > MOST_CPU_SECS:
-        return f"its compilation takes {secs:.1f} s of a processor, the limit is {MOST_CPU_SECS:g}"
+        compiler.forget(grammar)  # else it took no time the next time
+        return f"its compilation takes {secs:.1f} s of a processor, the limit is {MOST_CPU_SECS:g}", False
     only_end = int.from_bytes(first, "little").bit_count() == 1 and matcher.is_accepting()
-    return "it allows no text but the empty one" if only_end else ""
+    return "it allows no text but the empty one" if only_end else "", True
 
 
 def main() -> None:

@@ -144,6 +144,12 @@ class _Sequence:
         return self.start.max_new_tokens - len(self.made) - self.num_coming
 
     @property
+    def decodes(self) -> bool:
+        """Whether it takes part in the next decode passes. A rank compiles its grammar before the first token, however
+        many are planned."""
+        return not self.to_fill and (self.left > 0 or (bool(self.start.sampling.grammar) and not self.made))
+
+    @property
     def length(self) -> int:
         """Tokens of prompt and continuation that are in the cache or are next, once the plans in progress are carried
         out."""
@@ -234,8 +240,8 @@ class Scheduler:
         return (sequence for rows in self._rows for sequence in rows if sequence is not None)
 
     def _decoding(self) -> Iterator[_Sequence]:
-        """Sequences whose prompts are complete and that want tokens which are not planned."""
-        return (sequence for sequence in self._running() if not sequence.to_fill and sequence.left > 0)
+        """Sequences of the next decode passes."""
+        return (sequence for sequence in self._running() if sequence.decodes)
 
     def submit(self, generation: Generation) -> int:
         """Queue a generation; returns its ticket.
@@ -335,7 +341,7 @@ class Scheduler:
             )
             sizes = tuple(tuple((seq.start.row, size) for seq, size in each.chunks) for each in chunks)
             return RowsPlan(saves=saves, ended=ended, starts=tuple(map(tuple, starts)), chunks=sizes)
-        passes = min(self._limits.passes_per_plan, max(sequence.left for sequence in decoding))
+        passes = min(self._limits.passes_per_plan, max(1, *(sequence.left for sequence in decoding)))
         shapes = tuple(self._shape(rows, passes) for rows in self._rows)
         self._plan([(sequence, sequence.start.row, min(passes, sequence.left)) for sequence in decoding])
         return RowsPlan(saves=saves, ended=ended, starts=((),) * len(starts), passes=passes, shapes=shapes)
@@ -348,7 +354,7 @@ class Scheduler:
     def _shape(self, rows: Sequence[_Sequence | None], passes: int) -> Shape:
         """Of decode passes for the rows whose prompts are complete. Others among them take part: a pass stores
         something at their next position."""
-        decoding = [each for each in rows if each is not None and not each.to_fill and each.left > 0]
+        decoding = [each for each in rows if each is not None and each.decodes]
         num_rows = max((sequence.start.row + 1 for sequence in decoding), default=0)
         taking_part = [sequence for sequence in rows[: bucket_of(num_rows)] if sequence is not None]
         positions = max((each.length + min(passes, each.left) for each in taking_part), default=0)

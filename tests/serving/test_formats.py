@@ -1,7 +1,9 @@
 """Texts that follow a grammar: masks, rows of a model beside others, what is refused. test_serve.py asks a server."""
 
+import collections
 import dataclasses
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +21,7 @@ from ep_moe.engines.transformers.decoding.passes import RowsMade, RowsPlan, RowS
 from ep_moe.group import EPGroup
 from ep_moe.serving.formats import StructuredOutputs, json_grammar
 from ep_moe.serving.protocol import CompletionRequest, parse
-from ep_moe.serving.scheduler import BadRequestError, Generation, GrammarError, Limits, Scheduler
+from ep_moe.serving.scheduler import BadRequestError, Generation, GrammarError, Limits, Progress, Scheduler
 
 pytest.importorskip("llguidance")
 CHOICES = ["yes", "yes, \N{GREEK SMALL LETTER ALPHA}!", "no\n", 'a "b"/c']
@@ -116,11 +118,62 @@ def test_a_row_follows_its_grammar_and_the_others_keep_their_tokens() -> None:
                 assert node["v"] in (1, "\N{GRINNING FACE}")
                 node, depth = node.get("next"), depth + 1
             assert depth > 0
-            first = next(each for part in parts for each in part.logprobs[1])
+            first = next(each for part in parts for each in part.logprobs.get(1, ()))
             assert (first.top[0][0] != tokens[0], first.rank > 1) == (True, True)  # before the grammar
     plain, beside = made.values()
     assert plain[0] == beside[0]
     assert plain[2] == pytest.approx(beside[2], abs=1e-5)  # experts sum rows of other batches in another order
+
+
+def test_streams_go_on_while_a_grammar_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of one and of several chunks; a sequence that is cancelled meanwhile; the tokens are those of a grammar
+    that is compiled already."""
+    model = from_pretrained(SHIPPED_MODEL, EPGroup.single("cpu"), dtype=torch.float32, max_tokens_per_rank=16)
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
+    grammars = RowGrammars(tokenizer, model.config.vocab_size, ())
+    rows = RowDecoder(model, num_rows=5, num_positions=256, end_ids=(), graphs=False, grammars=grammars)
+    limits = Limits(
+        num_ranks=1,
+        num_rows=5,
+        num_positions=256,
+        max_prefill_tokens=16,
+        max_waiting=9,
+        passes_per_plan=4,
+        vocab_size=256,
+    )
+    [text] = StructuredOutputs(choice=["Amen, and Amen.", "Selah; " * 9]).grammars()
+    asked = [(b"In the ", 200, ""), (b"And God ", 1, text), (b"And he said unto them, ", 60, text), (b"Lo", 60, text)]
+    gate, compiling, compile_ = threading.Event(), threading.Event(), grammar.Compiler.matcher
+
+    def wait(compiler: grammar.Compiler, text: str) -> Any:
+        compiling.set()
+        assert gate.wait(60)
+        return compile_(compiler, text)
+
+    monkeypatch.setattr(grammar.Compiler, "matcher", wait)
+    made: list[list[int]] = []
+    for compiled in (False, True):
+        scheduler, found = Scheduler(limits), collections.defaultdict[int, list[Progress]](list)
+        for prompt, new, each in asked:
+            sampling = Sampling(grammar=each, logprobs=0)
+            scheduler.submit(Generation(prompt=tuple(prompt), max_new_tokens=new, sampling=sampling))
+        plans: collections.deque[RowsPlan] = collections.deque()
+        while (plan := scheduler.next_plan()) or plans:
+            plans += [plan] if plan else []
+            if plan and len(plans) < 2:  # one ahead, as a server does
+                continue
+            for ticket, progress in scheduler.take([rows.run(plans.popleft())]):
+                found[ticket].append(progress)
+            if not compiled and not gate.is_set() and sum(len(each.tokens) for each in found[0]) > 60:
+                assert compiling.is_set()
+                assert list(found) == [0]  # 60 tokens while nothing is compiled
+                scheduler.cancel(3)
+                gate.set()
+        made += [[each for part in found[ticket] for each in part.tokens] for ticket in range(4)]
+        assert all(len(each.logprobs) == len(each.tokens) for parts in found.values() for each in parts)
+    assert made[:3] == made[4:7]
+    assert [len(tokens) for tokens in made[:4]] == [200, 1, made[2].index(ord(".")) + 1 if 46 in made[2] else 60, 0]
+    assert bytes(made[7]).decode() in ("Amen, and Amen.", "Selah; " * 9)
 
 
 def test_a_grammars_end_and_its_error_end_a_sequence() -> None:
@@ -176,6 +229,21 @@ def test_formats_are_one_of_all_that_clients_name() -> None:
     for two in ({"regex": "a", "ebnf": "b"}, {"structured_outputs": {"regex": "a", "choice": ["b"]}}):
         with pytest.raises(BadRequestError, match="ask for two grammars"):
             parse(CompletionRequest, json.dumps({"prompt": "a", **two}).encode()).grammar()
+
+
+def test_a_verdict_of_a_busy_machine_is_not_kept(checker: grammar.Checker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by the process that compiles: a second time it would take no time."""
+    monkeypatch.setattr(grammar, "MOST_CPU_SECS", 0.0)
+    text, wrong = StructuredOutputs(regex="busy").grammars()[0], StructuredOutputs(regex="(?=a)b").grammars()[0]
+    compiler = grammar.Compiler(checker._vocabulary.text, checker._vocabulary.end)
+    for _ in range(2):
+        error, lasts = grammar._first_error(compiler, text)
+        assert ("s of a processor, the limit is 0" in error, lasts) == (True, False)
+    assert grammar._first_error(compiler, wrong)[1]
+    monkeypatch.setattr(checker, "_ask", lambda each: ("busy", False) if each == text else ("wrong", True))
+    assert [checker.error_of(each) for each in (text, wrong)] == ["busy", "wrong"]
+    monkeypatch.setattr(checker, "_ask", lambda each: ("", True))
+    assert [checker.error_of(each) for each in (text, wrong)] == ["", "wrong"]
 
 
 def test_what_cannot_be_compiled_is_named(checker: grammar.Checker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,7 +141,11 @@ def test_generations_start_in_order_on_the_rank_with_the_fewest() -> None:
     assert found == {0: (7,), 2: (2,), 3: (3,), 4: (4,)}
     others = scheduler.next_plan()  # prefills too: nothing ran before the first
     assert others is not None
-    assert [[(start.row, len(start.prompt)) for start in starts] for starts in others.starts] == [[(1, 20)], [(0, 2)], []]
+    assert [[(start.row, len(start.prompt)) for start in starts] for starts in others.starts] == [
+        [(1, 20)],
+        [(0, 2)],
+        [],
+    ]
     scheduler.submit(Generation(prompt=(1, 2), max_new_tokens=9))
     passes = scheduler.next_plan()
     assert passes is not None

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -271,12 +271,14 @@ class Decoder:
             warm_up(self._layers, num_topk, padded=True)
         return True
 
-    def prefill(self, model: Model, chunks: Sequence[Chunk]) -> torch.Tensor | None:
+    def prefill(self, model: Model, chunks: Sequence[Chunk], later: Collection[int] = ()) -> torch.Tensor | None:
         """Compute chunks of prompts in different rows; a prompt's last one also chooses the first token, which
         `read(1, rows)` returns. Without chunks, take part in the prefill of other ranks.
 
+        Args:
+            later: rows whose first tokens `choose_first` chooses, before a later read.
         Returns: [B, N, V] logits of the chunks, padded on the left, if one asks for the log-probabilities of its
-            prompt.
+            prompt, else [B, 1, V] of their last tokens, or more; None without chunks.
         Collective, no host sync on a transport that has none.
         """
         session, device = self._session, self._session.group.device
@@ -312,8 +314,9 @@ class Decoder:
                 **{_cache_name(model.__class__): self._cache},
                 **keep,
             )
-        self._choose_first(chunks, output.logits[:, -1])
-        return output.logits if whole else None
+        self.choose_first(chunks, output.logits[:, -1], later)
+        logits: torch.Tensor = output.logits
+        return logits
 
     def _without_padding(self, sizes: Sequence[int]) -> contextlib.AbstractContextManager[None]:
         """In the block, what stands left of rows of these sizes goes to no expert. Local."""
@@ -351,17 +354,22 @@ class Decoder:
         if sources:
             self._cache.copy_blocks(sources, targets, self._session.group.device)
 
-    def _choose_first(self, chunks: Sequence[Chunk], logits: torch.Tensor) -> None:
+    @torch.inference_mode()
+    def choose_first(self, chunks: Sequence[Chunk], logits: torch.Tensor, later: Collection[int] = ()) -> None:
         """Begin the sequences whose prompts are complete, with their first tokens, and keep the other rows apart.
 
         Args:
-            logits: [B, V] of the chunks' last tokens.
+            logits: [B, V] of the chunks' last tokens. later: rows that do not begin yet.
+        Local, no host sync.
         """
         sequences = self.sequences
-        groups = itertools.groupby(enumerate(chunks), lambda each: (each[1].is_last, each[1].start.row - each[0]))
-        for (is_last, _), group in groups:  # neighbours in consecutive rows
+        groups = itertools.groupby(
+            enumerate(chunks),
+            lambda each: (each[1].is_last and each[1].start.row not in later, each[1].start.row - each[0]),
+        )
+        for (begins, _), group in groups:  # neighbours in consecutive rows
             places, some = zip(*group, strict=True)
-            if not is_last:
+            if not begins:
                 for chunk in some:  # decode passes store there, and the next chunk overwrites it
                     sequences.positions[chunk.start.row] = chunk.end
                 continue

@@ -1,6 +1,7 @@
 """The grammars of a rank's rows: which tokens each may take next. Letters: V vocabulary, W words of 32 bits for V."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -22,25 +23,56 @@ class RowGrammars:
         self._compiler, self._end = Compiler(vocabulary.text, vocabulary.end), vocabulary.end
         self._num_words, self._ends = -(-vocab_size // 32), end_ids
         self._matchers: dict[int, tuple[Any, Sequence[int]]] = {}  # by row, with the tokens that end it
+        self._compiles = ThreadPoolExecutor(1, "ep_moe-grammars")
+        self._prepared: dict[int, Future[Any]] = {}  # by row that has not begun
 
     def __bool__(self) -> bool:
         """Whether a row has a grammar."""
         return bool(self._matchers)
 
+    def prepare(self, start: RowStart) -> None:
+        """Compile the grammar of a sequence that will begin, in a thread, unless it is compiled."""
+        self.end([start.row])
+        if start.sampling.grammar:
+            kept = self._compiler.kept(start.sampling.grammar)
+            if kept is None:
+                self._prepared[start.row] = self._compiles.submit(self._compile, start.sampling.grammar)
+            else:
+                self._prepared[start.row] = Future()
+                self._prepared[start.row].set_result(kept)
+
+    def _compile(self, grammar: str) -> Any:
+        matcher = self._compiler.matcher(grammar)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # the first one may take as long
+        return matcher
+
+    def is_ready(self, row: int) -> bool:
+        """Whether `begin` waits for no compilation of a row that was prepared."""
+        return row not in self._prepared or self._prepared[row].done()
+
     def begin(self, start: RowStart) -> torch.Tensor | None:
         """The mask of a sequence's first token, [W] int32, a bit for each token; None without a grammar."""
+        prepared = self._prepared.pop(start.row, None)
         self.drop([start.row])
         if not start.sampling.grammar:
             return None
-        matcher = self._compiler.matcher(start.sampling.grammar)
+        matcher = self._compiler.matcher(start.sampling.grammar) if prepared is None else prepared.result()
         self._matchers[start.row] = matcher, () if start.sampling.ignore_end else self._ends
         mask, _ = self._next(start.row)
         return torch.zeros(self._num_words, dtype=torch.int32, device="cpu") if mask is None else mask
 
     def drop(self, rows: Iterable[int]) -> None:
-        """Forget rows that have ended."""
+        """Forget rows that have ended, of those that have begun."""
         for row in rows:
             self._matchers.pop(row, None)
+
+    def end(self, rows: Sequence[int]) -> None:
+        """Forget rows that have ended, or will not begin."""
+        self.drop(rows)
+        for row in rows:
+            if prepared := self._prepared.pop(row, None):
+                prepared.cancel()
 
     def follow(self, tokens: Mapping[int, int]) -> tuple[dict[int, torch.Tensor], dict[int, str]]:
         """Go on by the rows' new tokens, negative ones for none.

@@ -132,7 +132,8 @@ class RowsMade:
 
     Args:
         tokens: [passes][row] of the rows up to the bucket's size, NONE for a row without a token, BROKEN for one whose
-            logits are not finite, which ends it; of a plan with chunks [1][chunk], NONE before the last of a prompt.
+            logits are not finite, which ends it; of a plan with chunks [1][chunk], NONE before the last of a prompt. A
+            row whose grammar is being compiled has no tokens until then.
         logprobs: of the rows (or chunks) that asked for them, of each pass.
         prompts: of the chunks that asked for them, of the prompt's tokens behind each of the chunk's.
         ended: rows (or chunks) whose grammar ends them behind these tokens: "" for a complete text, else what is wrong.

@@ -70,6 +70,8 @@ class RowDecoder:
         self._prompts: dict[int, Chunk] = {}  # row -> the last chunk of a prompt that is not complete
         self._waited: list[float] = []  # seconds until the rows were ready
         self._wanted: dict[int, int] = {}  # row -> likeliest tokens with each log-probability
+        # row -> the last chunk of a prompt and its logits [1, V], while the grammar of its first token is compiled
+        self._held: dict[int, tuple[Chunk, torch.Tensor]] = {}
         capacity = pass_shape(num_rows, num_positions, sampled=True).capacity
         if any(window is not None and window < capacity for window in windows_of(model.config)):
             prefix_rows = 0
@@ -122,12 +124,16 @@ class RowDecoder:
         size = BLOCK if self.prefix_blocks and self._num_positions > BLOCK + 1 else 0
         start = RowStart(row=0, prompt=(0,) * (size + 1), max_new_tokens=1, prefix=(0,) if size else ())
         for turn in range(2):
-            starts, chunks, saves = (
-                tuple((each,) if rank % 2 == turn else () for rank in ranks) for each in (start, (0, 1), (0, 0, 0))
-            )
-            if any(starts):
-                ended = ((),) * len(ranks)
-                self.run(RowsPlan(saves=saves if size else (), ended=ended, starts=starts, chunks=chunks))
+            now = [rank % 2 == turn for rank in ranks]
+            if any(now):
+                self.run(
+                    RowsPlan(
+                        saves=tuple(((0, 0, 0),) if each else () for each in now) if size else (),
+                        ended=((),) * len(ranks),
+                        starts=tuple((start,) if each else () for each in now),
+                        chunks=tuple(((0, 1),) if each else () for each in now),
+                    )
+                )
 
     def run(self, plan: RowsPlan) -> RowsMade:
         """Carry out this rank's part of a plan. Collective, host sync."""
@@ -149,19 +155,23 @@ class RowDecoder:
     @torch.inference_mode()
     def _run(self, plan: RowsPlan) -> RowsMade:
         rank, decoder, model = self._session.group.rank, self._decoder, self._model
-        live = decoder.sequences.live
+        live, grammars = decoder.sequences.live, decoder.sequences.grammars
         if plan.saves:
             decoder.save_prefixes(plan.saves[rank])
         if plan.ended[rank]:
             live[torch.tensor(plan.ended[rank], device=live.device)] = False
             for row in plan.ended[rank]:
                 self._wanted.pop(row, None)
-            if decoder.sequences.grammars is not None:
-                decoder.sequences.grammars.drop(plan.ended[rank])
+                self._held.pop(row, None)
+            if grammars is not None:
+                grammars.end(plan.ended[rank])
         for start in plan.starts[rank]:
             first = len(start.prefix) * BLOCK
             self._prompts[start.row] = Chunk(start, first, first)
             self._wanted.pop(start.row, None)
+            self._held.pop(start.row, None)
+            if grammars is not None:
+                grammars.prepare(start)
         decoder.load_prefixes(plan.starts[rank])
         if any(plan.chunks):
             return self._prefill(plan.chunks[rank])
@@ -170,15 +180,16 @@ class RowDecoder:
             decoder.capture_passes(model, (plan.shapes[rank],))
             self._captured |= wanted
         shape = plan.shapes[rank]
-        if decoder.sequences.grammars:
-            decoder.sequences.grammars.drop(range(shape.rows, self._num_rows))  # none of them is live
-        if not decoder.sequences.grammars:
+        if grammars:
+            grammars.drop(range(shape.rows, self._num_rows))  # none of them is live
+        if not grammars and not self._held:
             return self._decode(plan.passes, shape)
         parts = [self._decode(1, shape) for _ in range(plan.passes)]  # a grammar follows a token before the next pass
         return RowsMade(
             tokens=[step for part in parts for step in part.tokens],
             logprobs={
-                row: [each for part in parts for each in part.logprobs.get(row, ())] for row in parts[0].logprobs
+                row: [each for part in parts for each in part.logprobs.get(row, ())]
+                for row in {row for part in parts for row in part.logprobs}
             },
             ended={row: why for part in parts for row, why in part.ended.items()},
         )
@@ -188,7 +199,28 @@ class RowDecoder:
         ended = self._follow(dict(enumerate(tokens[-1])))
         for row in [row for row in self._wanted if row >= shape.rows or tokens[0][row] == NONE]:
             del self._wanted[row]  # it had ended before
-        return RowsMade(tokens=tokens, logprobs=self._logprobs(passes, self._wanted), ended=ended)
+        logprobs = self._logprobs(passes, self._wanted)
+        for row in [row for row in self._held if row < shape.rows and self._is_ready(row)]:
+            chunk, logits = self._held.pop(row)
+            self._decoder.choose_first([chunk], logits)
+            made = self._decoder.read(1, self._num_rows)[0].tolist()
+            tokens[-1][row] = made[row]
+            found, why = self._first_tokens([chunk.start], made)
+            logprobs |= found
+            ended |= why
+        return RowsMade(tokens=tokens, logprobs=logprobs, ended=ended)
+
+    def _is_ready(self, row: int) -> bool:
+        grammars = self._decoder.sequences.grammars
+        return grammars is None or grammars.is_ready(row)
+
+    def _first_tokens(
+        self, starts: Sequence[RowStart], made: Sequence[int]
+    ) -> tuple[dict[int, list[Logprob]], dict[int, str]]:
+        """Log-probabilities of the tokens of sequences that have begun, and which end, and why; by row."""
+        new = {start.row: start.sampling.logprobs for start in starts if start.sampling.logprobs is not None}
+        self._wanted |= new
+        return self._logprobs(1, new), self._follow({start.row: made[start.row] for start in starts})
 
     def _follow(self, tokens: dict[int, int]) -> dict[int, str]:
         """Go on in the grammars of rows by their new tokens; returns the rows that these end, and why."""
@@ -204,28 +236,29 @@ class RowDecoder:
 
     def _prefill(self, sizes: Sequence[tuple[int, int]]) -> RowsMade:
         chunks = [self._next_chunk(row, size) for row, size in sizes]
-        logits = self._decoder.prefill(self._model, chunks)
+        later = {chunk.start.row for chunk in chunks if chunk.is_last and not self._is_ready(chunk.start.row)}
+        logits = self._decoder.prefill(self._model, chunks, later)
         self._session.end_pass()
         self._session.transport.check()
         made = self._decoder.read(1, self._num_rows)[0].tolist()
-        prompts, new = {}, {}
+        prompts, begun = {}, {}  # by place
         for place, (start, first, end) in enumerate(chunks):
+            assert logits is not None
             if start.sampling.prompt_logprobs is not None:
-                assert logits is not None
                 mine = logits[place, logits.shape[1] - (end - first) :]
                 prompts[place] = prompt_logprobs(mine, start.prompt[first : end + 1], start.sampling.prompt_logprobs)
             if chunks[place].is_last:
                 del self._prompts[start.row]
-                new[place] = start.row
-                if start.sampling.logprobs is not None:
-                    self._wanted[start.row] = start.sampling.logprobs
-        found = self._logprobs(1, {row: self._wanted[row] for row in new.values() if row in self._wanted})
-        ended = self._follow({row: made[row] for row in new.values()})
+                if start.row in later:
+                    self._held[start.row] = chunks[place], logits[place : place + 1, -1].clone()
+                else:
+                    begun[place] = start
+        logprobs, ended = self._first_tokens(list(begun.values()), made)
         return RowsMade(
-            tokens=[[made[new[place]] if place in new else NONE for place in range(len(chunks))]],
-            logprobs={place: found[row] for place, row in new.items() if row in found},
+            tokens=[[made[begun[place].row] if place in begun else NONE for place in range(len(chunks))]],
+            logprobs={place: logprobs[start.row] for place, start in begun.items() if start.row in logprobs},
             prompts=prompts,
-            ended={place: ended[row] for place, row in new.items() if row in ended},
+            ended={place: ended[start.row] for place, start in begun.items() if start.row in ended},
         )
 
     def _next_chunk(self, row: int, size: int) -> Chunk:
