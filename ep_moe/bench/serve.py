@@ -7,6 +7,7 @@ arrivals. Times are those that the client sees: to the first text (TTFT), per to
 
 import asyncio
 import dataclasses
+import json
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -131,7 +132,7 @@ def summary(answers: Sequence[Answer], secs: float) -> dict[str, Any]:
 async def _ask(client: openai.AsyncOpenAI, config: ServeBenchConfig, model: str, prompt: str) -> Answer:
     answer, start = Answer(), time.perf_counter()
     try:
-        stream = await client.completions.create(
+        asked = client.completions.with_streaming_response.create(
             model=model,
             prompt=prompt,
             max_tokens=config.new_tokens,
@@ -140,11 +141,12 @@ async def _ask(client: openai.AsyncOpenAI, config: ServeBenchConfig, model: str,
             stream_options={"include_usage": True},
             extra_body={"ignore_eos": True} if config.ignore_eos else None,
         )
-        async for text, usage in _parts(stream):
-            if text:
-                answer.chunks.append(time.perf_counter() - start)
-            if usage is not None:
-                answer.prompt_tokens, answer.new_tokens = usage.prompt_tokens, usage.completion_tokens
+        async with asked as response:
+            async for text, usage in _parts(response.iter_bytes()):
+                if text:
+                    answer.chunks.append(time.perf_counter() - start)
+                if usage is not None:
+                    answer.prompt_tokens, answer.new_tokens = usage["prompt_tokens"], usage["completion_tokens"]
         answer.end = time.perf_counter() - start
         if not answer.chunks or not answer.new_tokens:
             answer.error = "the answer has no text, or no usage"
@@ -154,9 +156,28 @@ async def _ask(client: openai.AsyncOpenAI, config: ServeBenchConfig, model: str,
     return answer
 
 
-async def _parts(stream: Any) -> AsyncIterator[tuple[str, Any]]:
-    async for chunk in stream:
-        yield "".join(choice.text for choice in chunk.choices), chunk.usage
+class _StreamError(openai.OpenAIError):
+    def __init__(self, body: Any) -> None:
+        super().__init__(str(body))
+        self.body = body
+
+
+async def _parts(body: AsyncIterator[bytes]) -> AsyncIterator[tuple[str, Any]]:
+    """Text and usage of each event. Read here: openai's objects of 32 streams take longer than a fast server's passes.
+
+    Errors: _StreamError for one of the server.
+    """
+    rest = b""
+    async for part in body:
+        *lines, rest = (rest + part).split(b"\n")  # a text may have other characters that end lines
+        for line in lines:
+            name, _, content = line.partition(b":")
+            if name != b"data" or content.strip() == b"[DONE]":
+                continue
+            chunk = json.loads(content)
+            if chunk.get("error"):
+                raise _StreamError(chunk["error"])
+            yield "".join(choice["text"] or "" for choice in chunk["choices"]), chunk.get("usage")
 
 
 def plot_serve(report: dict[str, Any], path: Path) -> None:
