@@ -17,6 +17,7 @@ from helpers.processes import EP_MOE, environ
 
 from ep_moe.cli import app
 from ep_moe.config import EngineConfig
+from ep_moe.serving.protocol import NEUTRAL, UNUSED, ChatRequest, CompletionRequest
 from ep_moe.transport import TRANSPORTS
 
 ROOT = Path(__file__).parent.parent
@@ -106,6 +107,17 @@ def test_the_option_table_has_every_default() -> None:
 def test_links_lead_to_files(page: Path) -> None:
     links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S))
     assert [link for link in links if "://" not in link and not (page.parent / link).is_file()] == []
+
+
+def test_the_tables_of_the_server_name_all_parameters_and_a_test_for_each_row() -> None:
+    page = (ROOT / "docs" / "serving.md").read_text().partition("## Formats of answers")[0]
+    rows = re.findall(r"^\| (`.*|any .*) \| ([^|]*) \|$", page, re.MULTILINE)
+    named = [re.findall(r"`(\S+\.py)::(test_\w+)`", tests) for _, tests in rows]
+    assert [row for row, tests in zip(rows, named, strict=True) if not tests] == []
+    sources = {name: (ROOT / "tests" / "serving" / name).read_text() for tests in named for name, _ in tests}
+    assert [each for tests in named for each in tests if f"\ndef {each[1]}(" not in sources[each[0]]] == []
+    fields = {*CompletionRequest.model_fields, *ChatRequest.model_fields, *UNUSED, *NEUTRAL}
+    assert sorted(fields - {name for row, _ in rows for name in re.findall(r"`(\w+)[`.]", row)}) == []
 
 
 def test_the_picture_is_drawn_from_itself_alone() -> None:

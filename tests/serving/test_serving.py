@@ -1,5 +1,6 @@
 """The queue, the plans, the text and the HTTP of a server, without its command: test_serve.py has that."""
 
+import asyncio
 import collections
 import contextlib
 import dataclasses
@@ -15,11 +16,12 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import openai
 import pytest
 import tokenizers
 import torch
@@ -34,7 +36,7 @@ from ep_moe.app.serve import bind
 from ep_moe.app.start import SHIPPED_MODEL
 from ep_moe.balance.rebalancer import RebalanceState, RebalanceStatus
 from ep_moe.balance.reports import status_entries
-from ep_moe.bench.serve import Answer, summary
+from ep_moe.bench.serve import Answer, _parts, summary
 from ep_moe.cli import app
 from ep_moe.config import GroupConfig
 from ep_moe.engines.transformers import from_pretrained
@@ -863,6 +865,13 @@ def test_tokens_version_and_health(tokenizer: Any) -> None:
         assert (found["count"], found["tokens"], len(found["token_strs"])) == (5, [*"ab\u20ac".encode()], 5)
         assert found["max_model_len"] == 96
         assert client.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "ab\u20ac"}
+        template = "{% for each in messages %}{{ each.content }};{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+        with mock.patch.object(tokenizer, "chat_template", template):
+            more: dict[str, str] = {"{}": "hi;>", '{"add_generation_prompt": false}': "hi;"}
+            more |= {'{"add_generation_prompt": false, "continue_final_message": true}': "hi"}
+            for asked, text in more.items():
+                tokens = client.post("/tokenize", json={"messages": CHAT["messages"]} | json.loads(asked)).json()
+                assert bytes(tokens["tokens"]).decode() == text
         refused = client.post("/detokenize", json={"tokens": [256]}).json()["error"]
         assert (refused["param"], refused["message"]) == ("tokens", "tokens has token 256, tokens are in [0, 256)")
         assert client.get("/version").json() == {"version": importlib.metadata.version("ep-moe")}
@@ -1049,6 +1058,26 @@ def test_bench_serve_measures_any_server(tokenizer: Any, tmp_path: Path) -> None
     )
     assert found["tpot_ms"]["p50"] == pytest.approx(100)
     assert found["itl_ms"] == pytest.approx({"p50": 200, "p90": 280, "p99": 298, "mean": 200})
+
+
+def test_bench_serve_reads_events_in_any_pieces() -> None:
+    text, usage = "a\u2028\x85\u20ac", {"prompt_tokens": 1}
+    events = [{"choices": [{"text": text}]}, {"choices": [], "usage": usage}, {"error": {"message": "lost"}}]
+    body = b"".join(b"data: " + json.dumps(each, ensure_ascii=False).encode() + b"\r\n\r\n" for each in events)
+
+    async def read(size: int) -> list[Any]:
+        async def pieces() -> AsyncIterator[bytes]:
+            for first in range(0, len(body), size):
+                yield body[first : first + size]
+
+        found = _parts(pieces())
+        first = [await anext(found), await anext(found)]
+        with pytest.raises(openai.OpenAIError, match="lost"):
+            await anext(found)
+        return first
+
+    for size in (1, 7, len(body)):
+        assert asyncio.run(read(size)) == [(text, None), ("", usage)]
 
 
 def test_waits_are_counted_by_source() -> None:
