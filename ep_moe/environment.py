@@ -61,6 +61,7 @@ class LaunchEnv:
     master_port: int
     store_is_hosted: bool  # True if the launcher itself serves the store, so that it outlives every rank
     restart_count: int = 0  # restarts share one store: keys written before this restart must not be read again
+    standby: bool = False  # the ranks are running already: this one joins them later (`EPGroup.regroup`)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -124,10 +125,12 @@ class LaunchEnv:
             master_port=master_port,
             store_is_hosted=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             restart_count=restart_count,
+            standby=_switch(STANDBY, environ),
         )
 
 
 SECRET = "EP_MOE_LAUNCH_SECRET"
+STANDBY = "EP_MOE_STANDBY"
 
 
 def launch_secret(environ: Mapping[str, str] = os.environ) -> str:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ep_moe.config import GroupConfig
 from ep_moe.environment import LaunchEnv
 from ep_moe.group.errors import PeerLostError
-from ep_moe.group.joining import RankPlace, backend_of, drop_world, join_subset, join_world, pick_device
+from ep_moe.group.joining import Epoch, RankPlace, backend_of, drop_world, join_subset, join_world, pick_device
 from ep_moe.group.waiting import Waits
 from ep_moe.group.watch import Watch
 from ep_moe.group.wire import decode, encode
@@ -28,6 +28,9 @@ class EPGroup:
     Attributes:
         rank, num_ranks: within the group.
         local_rank, local_num_ranks: within this machine. node: index of this machine.
+        seat, seats: this rank and all ranks as the launch numbered them; errors name ranks so. epoch: how the group
+            follows from the launch's, whose epoch is 0 (`regroup`).
+        standby: whether this rank is alone until it joins others by `regroup`.
         device: of this rank's tensors.
         backend: "nccl" or "gloo".
         process_group: for torch.distributed; None in a group made by `single`.
@@ -45,10 +48,15 @@ class EPGroup:
         backend: str | None = None,
         process_group: dist.ProcessGroup | None = None,
         watch: Watch | None = None,
-        owns_world: bool = False,
+        epoch: Epoch | None = None,
+        standby: bool = False,
     ) -> None:
         self.rank = place.rank
         self.num_ranks = place.num_ranks
+        self.seat = place.rank if epoch is None else epoch.env.rank
+        self.seats = tuple(range(place.num_ranks)) if epoch is None else (self.seat,) if standby else epoch.seats
+        self.epoch = 0 if epoch is None else epoch.number
+        self.standby = standby
         self.local_rank = place.local_rank
         self.local_num_ranks = place.local_num_ranks
         self.node = place.node
@@ -60,7 +68,8 @@ class EPGroup:
         self._parts: dict[tuple[tuple[int, ...], ...], GroupPart] = {}
         self.destroyed = False
         self._stores = 0
-        self._owns_world = owns_world
+        self._epoch = epoch  # of a group of a launch, which owns torch's default process group; the last one tried
+        self._successor: EPGroup | None = None
         self._rounds: dict[str, int] = {}
         self._waits = None if watch is None else Waits(watch, backend=self.backend, device=device, config=config)
 
@@ -68,10 +77,23 @@ class EPGroup:
     def from_env(cls, config: GroupConfig = DEFAULT_CONFIG, device: torch.device | str | None = None) -> "EPGroup":
         """The group that the environment describes (`LaunchEnv`); a single rank if RANK is not set.
 
-        Args and errors: as `connect`. Collective.
+        With EP_MOE_STANDBY=1 it is a group of this rank alone, which joins the ranks that are running already by
+        `regroup`.
+
+        Args and errors: as `connect`. Collective, but for a standby.
         """
         env = LaunchEnv.from_environ()
+        if env is not None and env.standby:
+            return cls.on_standby(env, config, device)
         return cls.single(device, config) if env is None else cls.connect(env, config, device)
+
+    @classmethod
+    def on_standby(
+        cls, env: LaunchEnv, config: GroupConfig = DEFAULT_CONFIG, device: torch.device | str | None = None
+    ) -> "EPGroup":
+        """A group of this rank alone until `regroup`, for a process that takes a seat of a running launch. Local."""
+        picked = pick_device(device, env.local_rank, env.local_world_size)
+        return cls(RankPlace(), device=picked, config=config, epoch=Epoch.first(env), standby=True)
 
     @classmethod
     def single(cls, device: torch.device | str | None = None, config: GroupConfig = DEFAULT_CONFIG) -> "EPGroup":
@@ -96,8 +118,8 @@ class EPGroup:
         Errors: PeerLostError names the ranks that did not join within max(timeout_secs, 60 s); RuntimeError if the
         store cannot be reached or the machine lacks the device. Collective.
         """
-        picked = pick_device(device, env.local_rank, env.local_world_size)
-        watch = join_world(env, config, picked)
+        picked, epoch = pick_device(device, env.local_rank, env.local_world_size), Epoch.first(env)
+        watch = join_world(epoch, config, picked)
         place = RankPlace(
             rank=env.rank,
             num_ranks=env.world_size,
@@ -105,7 +127,7 @@ class EPGroup:
             local_num_ranks=env.local_world_size,
             node=sum(beat.local_rank == 0 for beat in watch.beats()[: env.rank + 1]) - 1,
         )
-        return cls._watched(place, watch, device=picked, config=config, process_group=dist.group.WORLD, owns_world=True)
+        return cls._watched(place, watch, device=picked, config=config, process_group=dist.group.WORLD, epoch=epoch)
 
     @classmethod
     def _watched(cls, place: RankPlace, watch: Watch, *, process_group: Any, **options: Any) -> "EPGroup":
@@ -146,15 +168,7 @@ class EPGroup:
         if not shared.has_extended_api():
             raise ValueError(f"store ({type(store).__name__}) cannot read many keys at once; use a TCPStore")
         watch = join_subset(process_group, store, config)
-        rank = process_group.rank()
-        hosts = [beat.host for beat in watch.beats()]
-        place = RankPlace(
-            rank=rank,
-            num_ranks=process_group.size(),
-            local_rank=hosts[:rank].count(hosts[rank]),
-            local_num_ranks=hosts.count(hosts[rank]),
-            node=list(dict.fromkeys(hosts)).index(hosts[rank]),
-        )
+        place = RankPlace.by_hosts(process_group.rank(), [beat.host for beat in watch.beats()])
         options: dict[str, Any] = {"device": picked, "config": config, "backend": backend}
         return cls._watched(place, watch, process_group=process_group, **options)
 
@@ -233,7 +247,7 @@ class EPGroup:
     def check_open(self) -> None:
         """Raise RuntimeError once the group is destroyed. Local."""
         if self.destroyed:
-            raise RuntimeError(f"rank {self.rank} has left this group: destroy() was called, or its `with` block ended")
+            raise RuntimeError(f"rank {self.seat} has left this group: destroy() was called, or its `with` block ended")
 
     @contextlib.contextmanager
     def waiting(self, phase: str, round: int) -> Iterator[None]:  # noqa: A002
@@ -367,28 +381,72 @@ class EPGroup:
         self._rounds[phase] = self._rounds.get(phase, -1) + 1
         return self._rounds[phase]
 
+    def regroup(self, epoch: int, seats: tuple[int, ...]) -> "EPGroup":
+        """The group of other ranks of this launch, in place of this one, which is destroyed.
+
+        For a group that has failed, after its error: the survivors go on without the lost ranks. For a whole group,
+        between two collectives: ranks come or leave. Every rank of the new group calls it with the same arguments,
+        those that are new to it on their standby group (`from_env`); nothing is waited for but these. A rank that
+        joins no further group calls `destroy`. Everything made with the old group is to be made anew
+        (`Session.regroup` does it for a model). If it fails, it may be called again with a later epoch.
+
+        Args:
+            epoch: a number above those of all groups of the launch before, and of all attempts.
+            seats: the ranks at launch of the new group, ascending; the nth is its rank n.
+        Returns: the group, with this one's config and device. A `with` block of this group ends it too.
+        Errors: ValueError for other numbers, and for seats that differ between ranks; PeerLostError names the seats
+        that did not come within timeout_secs, or died; RuntimeError if no launcher serves the store of the group.
+        Collective among `seats`.
+        """
+        if self._epoch is None or not self._epoch.env.store_is_hosted:
+            raise RuntimeError(
+                f"a group of {self.num_ranks} rank{'s' * (self.num_ranks > 1)} whose store no launcher serves cannot "
+                f"regroup: start ranks by ep_moe.launch or `ep-moe`"
+            )
+        if self._successor is not None:
+            raise RuntimeError(f"seat {self.seat} has left this group for another: call regroup of that one")
+        joined = self._epoch = self._epoch.next(epoch, seats)
+        self._leave(at_once=True)
+        watch = join_world(joined, self.config, self.device)
+        place = RankPlace.by_hosts(joined.rank, [beat.host for beat in watch.beats()])
+        options: dict[str, Any] = {"device": self.device, "config": self.config, "epoch": joined}
+        self._successor = self._watched(place, watch, process_group=dist.group.WORLD, **options)
+        return self._successor
+
+    @property
+    def latest(self) -> "EPGroup":
+        """The last group that `regroup` calls have made of this one; itself before any. Local."""
+        return self if self._successor is None else self._successor.latest
+
     def destroy(self) -> None:
         """Leave the group, and destroy the default process group if `connect` made it; calling it twice is fine.
 
         Objects made with the group raise RuntimeError from then on; they can still be destroyed.
         Local; but a rank 0 that serves the store waits until the others have left, at most timeout_secs.
         """
+        self._leave(at_once=False)
+
+    def _leave(self, *, at_once: bool) -> None:
+        """`destroy`; with `at_once` in the background as far as other ranks may be waited for, as after a loss."""
         if self.destroyed:
             return
         self.destroyed = True
         if self.watch is None:
             return
         self.watch.leave()
+        owned, at_once = self._epoch is not None, self.watch.lost() or (at_once and self.backend == "gloo")
         for part in self._parts.values():
-            if self.watch.lost():
+            if at_once:
                 part.destroyed = True
             else:
                 part.destroy()
-        if self._owns_world and not self.watch.lost():
+        if owned and not at_once:
             dist.destroy_process_group()  # before the watch ends: a rank may be lost during shutdown too
         self.watch.close()
-        if self._owns_world and dist.is_initialized():
-            holder, self.process_group = [self.process_group], None
+        if owned and dist.is_initialized():
+            holder = [each.process_group for each in (self, *self._parts.values())]
+            for each in (self, *self._parts.values()):
+                each.process_group = None
             drop_world(holder, self.backend)
         self.process_group = None
 
@@ -396,9 +454,10 @@ class EPGroup:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        last = self.latest
         if error is not None:
-            self.report_failure(error)
-        self.destroy()
+            last.report_failure(error)
+        last.destroy()
 
 
 class GroupPart(EPGroup):

@@ -13,10 +13,19 @@ class PeerLostError(RuntimeError):
         phase: operation that the reporting rank was waiting in, or had last waited in; may be empty.
         round: of that phase, None if it is not counted.
         reason: the message without its subject, such as "stopped answering: no heartbeat for 5.0 s (timeout 5 s)".
+        seats: the same ranks as the launcher numbers them, which the message names; by default `ranks`.
     """
 
-    def __init__(self, ranks: tuple[int, ...], phase: str, round: int | None, reason: str) -> None:  # noqa: A002
+    def __init__(
+        self,
+        ranks: tuple[int, ...],
+        phase: str,
+        round: int | None,  # noqa: A002
+        reason: str,
+        seats: tuple[int, ...] | None = None,
+    ) -> None:
         self.ranks = tuple(ranks)
+        self.seats = self.ranks if seats is None else tuple(seats)
         self.phase = phase
         self.round = round
         self.reason = reason
@@ -28,12 +37,12 @@ class PeerLostError(RuntimeError):
             text = f"{reason} ({'after' if verb == 'failed' else 'noticed in'} {where})"
         else:
             text = reason
-        names = " and ".join(f"rank {rank}" for rank in self.ranks)
+        names = " and ".join(f"rank {rank}" for rank in self.seats)
         super().__init__(f"{names} {text}".strip())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.ranks, self.phase, self.round, self.reason)
+        return type(self), (self.ranks, self.phase, self.round, self.reason, self.seats)
 
     def copy(self) -> "PeerLostError":
         """The same error without traceback and context, to be raised again. Local."""
-        return PeerLostError(self.ranks, self.phase, self.round, self.reason)
+        return PeerLostError(self.ranks, self.phase, self.round, self.reason, self.seats)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import json
 import threading
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from ep_moe.config import GroupConfig
 from ep_moe.environment import LaunchEnv, launch_secret, shares_gpus
+from ep_moe.fields import typed
 from ep_moe.group.store import secret_key, serve_store
 from ep_moe.group.watch import Watch
 
@@ -26,6 +28,51 @@ class RankPlace:
     local_rank: int = 0  # among the ranks of this machine
     local_num_ranks: int = 1
     node: int = 0  # index of this machine
+
+    @classmethod
+    def by_hosts(cls, rank: int, hosts: Sequence[str]) -> "RankPlace":
+        """The place of a rank among others on these hosts, by rank."""
+        return cls(
+            rank=rank,
+            num_ranks=len(hosts),
+            local_rank=hosts[:rank].count(hosts[rank]),
+            local_num_ranks=hosts.count(hosts[rank]),
+            node=list(dict.fromkeys(hosts)).index(hosts[rank]),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Epoch:
+    """Which processes of a launch form its group for a time.
+
+    Args:
+        env: of this process. number: 0 for the group of the launch, larger ones follow.
+        seats: the ranks at launch of the processes, ascending; a process's rank is its index there.
+    """
+
+    env: LaunchEnv
+    number: int
+    seats: tuple[int, ...]
+
+    @classmethod
+    def first(cls, env: LaunchEnv) -> "Epoch":
+        """That of the launch itself."""
+        return cls(env=env, number=0, seats=tuple(range(env.world_size)))
+
+    def next(self, number: int, seats: Sequence[int]) -> "Epoch":
+        """A later one. Errors: ValueError for one that cannot follow, or without this process's seat."""
+        own = self.env.rank
+        found = typed(tuple(seats), tuple[int, ...], "seats")
+        if typed(number, int, "epoch") <= self.number:
+            raise ValueError(f"epoch ({number}) must be above {self.number}, the last one of seat {own}")
+        if list(found) != sorted(set(found)) or own not in found or found[0] < 0:
+            raise ValueError(f"seats {found} must be ascending, from 0 on, and include {own}, this process's own")
+        return Epoch(env=self.env, number=number, seats=found)
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+        return self.seats.index(self.env.rank)
 
 
 _ABORT_SECS = 10.0
@@ -64,38 +111,56 @@ def backend_of(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" and not shares_gpus() else "gloo"
 
 
-def join_world(env: LaunchEnv, config: GroupConfig, device: torch.device) -> Watch:
-    """Join the ranks of `env` through its store and make torch's default process group; errors as `EPGroup.connect`.
+def join_world(epoch: Epoch, config: GroupConfig, device: torch.device) -> Watch:
+    """Join the ranks of an epoch through its store and make torch's default process group; errors as `EPGroup.connect`
+    and `EPGroup.regroup`.
 
-    The store's keys contain the restart count, so that a failure before a restart is not read again. Collective.
+    The store's keys contain the restart count and the epoch, so that an earlier failure is not read again. Collective.
     """
-    join_secs = max(config.timeout_secs, JOIN_SECS)
+    env, later = epoch.env, epoch.number > 0
+    join_secs = config.timeout_secs if later else max(config.timeout_secs, JOIN_SECS)
     if env.rank == 0 and not env.store_is_hosted:
         store = serve_store(env.master_addr, env.master_port, join_secs)
     else:
         timeout = datetime.timedelta(seconds=join_secs)
         store = dist.TCPStore(env.master_addr, env.master_port, wait_for_workers=False, timeout=timeout)
     key, secret = f"ep_moe/world/{env.restart_count}", launch_secret()
+    if later:
+        key = f"{key}/{epoch.number}"
+        _agree_on_seats(dist.PrefixStore(secret_key(secret, f"{key}/seats"), store), epoch)
     watch = Watch(
         dist.PrefixStore(secret_key(secret, f"{key}/watch"), store),
-        rank=env.rank,
-        world_ranks=tuple(range(env.world_size)),
+        rank=epoch.rank,
+        world_ranks=epoch.seats,
         config=config,
         local_rank=env.local_rank,
         secret=secret,
         store_rank=None if env.store_is_hosted else 0,
+        seats=epoch.seats,
+        later=later,
     )
     try:
         watch.meet(join_secs)
-        check_nodes([(beat.host, beat.local_rank) for beat in watch.beats()], env)
+        if not later:
+            check_nodes([(beat.host, beat.local_rank) for beat in watch.beats()], env)
         try:
-            _init_world(dist.PrefixStore(secret_key(secret, f"{key}/group"), store), env, config, device)
+            _init_world(dist.PrefixStore(secret_key(secret, f"{key}/group"), store), epoch, config, device)
         except RuntimeError as error:
             raise watch.explain(error, "connect", None) or error from error
     except BaseException:
         watch.close()
         raise
     return watch
+
+
+def _agree_on_seats(store: dist.Store, epoch: Epoch) -> None:
+    """Raise ValueError if another rank joins this epoch with other seats, or this seat has joined it before."""
+    mine = json.dumps(epoch.seats)
+    found = store.compare_set("all", "", mine).decode()
+    if found != mine:
+        raise ValueError(f"epoch {epoch.number} has seats {found} on another rank, {mine} on seat {epoch.env.rank}")
+    if store.add(f"joined/{epoch.env.rank}", 1) > 1:
+        raise ValueError(f"seat {epoch.env.rank} has joined epoch {epoch.number} before; only a later one can follow")
 
 
 def check_nodes(places: Sequence[tuple[str, int]], env: LaunchEnv) -> None:
@@ -151,10 +216,10 @@ def join_subset(process_group: dist.ProcessGroup, store: dist.Store, config: Gro
 
 
 def drop_world(holder: list[dist.ProcessGroup | None], backend: str) -> None:
-    """Destroy a default process group that has lost a rank, without waiting for that rank.
+    """Destroy a default process group that has lost a rank, and its parts, without waiting for that rank.
 
     Args:
-        holder: the process group, to which the caller holds no other reference; emptied, for gloo in a thread, since
+        holder: the process groups, to which the caller holds no other reference; emptied, for gloo in a thread, since
             dropping the last reference joins gloo's threads, which wait for the lost rank until the timeout.
     Local.
     """
@@ -167,8 +232,10 @@ def drop_world(holder: list[dist.ProcessGroup | None], backend: str) -> None:
     threading.Thread(target=holder.clear, name="ep_moe-release", daemon=True).start()
 
 
-def _init_world(store: dist.Store, env: LaunchEnv, config: GroupConfig, device: torch.device) -> None:
+def _init_world(store: dist.Store, epoch: Epoch, config: GroupConfig, device: torch.device) -> None:
     timeout_secs, backend = config.timeout_secs, backend_of(device)
+    # part of torch's keys: it counts groups that could not be made, of which ranks may have seen different numbers
+    dist.distributed_c10d._world.group_count = 0
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if backend == "nccl":
@@ -176,8 +243,8 @@ def _init_world(store: dist.Store, env: LaunchEnv, config: GroupConfig, device: 
     dist.init_process_group(
         backend,
         store=store,
-        rank=env.rank,
-        world_size=env.world_size,
+        rank=epoch.rank,
+        world_size=len(epoch.seats),
         timeout=datetime.timedelta(seconds=timeout_secs),
         device_id=device if backend == "nccl" else None,
     )

@@ -1,5 +1,6 @@
 """The thread that writes heartbeats, reads those of the other ranks, and agrees with them on which rank is lost."""
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -16,7 +17,8 @@ from ep_moe.config import GroupConfig
 from ep_moe.group.errors import PeerLostError
 from ep_moe.group.store import secret_key
 
-# JSON [[world rank, reason], ...] in order of death, by its `secret_key` of the launcher, which sees its processes end
+# JSON [[seat, reason], ...] in order of death, by its `secret_key` of the launcher, which sees its processes end; an
+# entry stays when a process takes the seat again
 DEATHS_KEY = "ep_moe/deaths"
 STORE_SECS = 3.0  # how long the main thread waits for one turn (write and read) of the watch thread
 REASON_CHARS = 2000
@@ -36,6 +38,7 @@ class Beat:
     progress: dict[str, int]  # phase -> last round that it waited in
     place: str  # phase and round in which it waits or last waited, for messages
     sequence: int  # collectives that it has enqueued on the process group
+    deaths: int  # of its seat that the launcher has seen before it joined
 
     def has_reached(self, phase: str, count: int) -> bool:
         """Whether the rank has waited in round `count` of `phase`, or in a later one."""
@@ -70,6 +73,10 @@ class Watch:
     """The heartbeats of a group. Only its thread uses its store connection, which serves one thread at a time.
 
     Other threads read `failure` and set the proposal; they wait for this thread, never for the store.
+
+    Args:
+        seats: how messages name the ranks; by default by their rank here.
+        later: the group is not the first of its launch, so that earlier processes of its seats may have died.
     """
 
     def __init__(
@@ -82,8 +89,11 @@ class Watch:
         local_rank: int,
         secret: str,
         store_rank: int | None = None,
+        seats: tuple[int, ...] | None = None,
+        later: bool = False,
     ) -> None:
         self.failure: PeerLostError | None = None
+        self._seats = tuple(range(len(world_ranks))) if seats is None else seats
         self._place: tuple[str, int | None] = ("", None)
         self._rank = rank
         self._world_ranks = world_ranks
@@ -114,6 +124,8 @@ class Watch:
         for key in self._keys:
             self._store.compare_set(key, "", "{}")
         self._base.compare_set(self._deaths_key, "", "[]")
+        before = json.loads(self._base.get(self._deaths_key)) if later else []
+        self._deaths_before = collections.Counter(seat for seat, _ in before)
         self._thread = threading.Thread(target=self._run, name="ep_moe-watch", daemon=True)
         self._thread.start()
 
@@ -306,7 +318,7 @@ class Watch:
                     lost = PeerLostError((self._store_rank,), *self.where(), f"is gone with its store: {error}")
                 self._fail(self._proposal or lost)
                 return
-            except (ValueError, TypeError, KeyError) as error:
+            except (ValueError, TypeError, LookupError) as error:
                 self._fail(PeerLostError((), *self.where(), f"the launcher's store holds what no rank wrote: {error}"))
                 return
             with self._turned:
@@ -325,6 +337,7 @@ class Watch:
             progress=dict(self._progress),
             place=phase if round_ is None else f"{phase} of round {round_}",
             sequence=self._sequence(),
+            deaths=self._deaths_before[self._world_ranks[self._rank]],
         )
         self._store.set(self._keys[self._rank], json.dumps(dataclasses.asdict(beat)))
         deaths = json.loads(self._base.get(self._deaths_key))
@@ -340,15 +353,21 @@ class Watch:
         else:
             self._judge_deaths(deaths)
         if failure == b"{}" and proposal is not None:
-            failure = self._store.compare_set("failure", "{}", json.dumps(proposal.__reduce__()[1]))
+            failure = self._store.compare_set("failure", "{}", json.dumps(proposal.__reduce__()[1][:4]))
         if failure != b"{}":
             ranks, phase, round_, reason = json.loads(failure)
             self._fail(PeerLostError(tuple(ranks), phase, round_, reason))
 
     def _judge_deaths(self, deaths: list[list[Any]]) -> PeerLostError | None:
         """Note the ranks that have died; return the failure that names the first."""
-        ranks = {self._world_ranks.index(world): how for world, how in deaths if world in self._world_ranks}
-        left = self.left_ranks()
+        ranks, seen, left = dict[int, str](), collections.Counter[int](), self.left_ranks()
+        for world, how in deaths:
+            seen[world] += 1
+            if world in self._world_ranks:
+                rank = self._world_ranks.index(world)
+                beat = self._peers[rank].beat
+                if seen[world] > (self._deaths_before[world] if beat is None else beat.deaths):
+                    ranks.setdefault(rank, how)
         self._deaths = {rank: how for rank, how in ranks.items() if rank not in left}
         first = next(iter(self._deaths), None)
         return None if first is None else PeerLostError((first,), *self.where(), self._deaths[first])
@@ -387,7 +406,8 @@ class Watch:
     def _fail(self, failure: PeerLostError) -> PeerLostError:
         with self._turned:
             if self.failure is None:
-                self.failure = failure
+                seats = tuple(self._seats[rank] for rank in failure.ranks)
+                self.failure = PeerLostError(failure.ranks, failure.phase, failure.round, failure.reason, seats)
                 if self._aborts:
                     self._abort_thread = threading.Thread(target=self._abort, name="ep_moe-abort", daemon=True)
                     self._abort_thread.start()

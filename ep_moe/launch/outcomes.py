@@ -125,15 +125,15 @@ class Outcomes:
     def _still_there(self) -> set[int]:
         """Ranks that the others reported as lost but whose processes may still run: they will not end by themselves."""
         reports = [failure.lost for failure in self._failures.values() if failure.lost is not None]
-        return {rank for lost in reports if lost.reason.startswith(STILL_THERE) for rank in lost.ranks}
+        return {rank for lost in reports if lost.reason.startswith(STILL_THERE) for rank in lost.seats}
 
     def _error(self) -> RankFailedError:
         lines = {rank: failure.line(rank) for rank, failure in sorted(self._failures.items())}
         ended = f"did not end within {self._grace_secs:g} s of the first failure and was killed"
         lines |= {rank: f"rank {rank} {ended}" for rank in self.pending}
         rank, first = min(self._failures.items(), key=lambda item: (item[1].lost is not None, item[1].when))
-        if first.lost is not None and first.lost.ranks:
-            rank = first.lost.ranks[0]
+        if first.lost is not None and first.lost.seats:
+            rank = first.lost.seats[0]
             lines[rank] = str(first.lost)
         error = RankFailedError(rank, first.error_type, first.message, first.traceback_text, lines)
         if first.traceback_text:

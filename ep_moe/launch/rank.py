@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ep_moe.config import GroupConfig
+from ep_moe.environment import STANDBY
 from ep_moe.fields import require, shown
 from ep_moe.group import DEFAULT_CONFIG, EPGroup
 from ep_moe.launch.outcomes import Failure, describe
@@ -46,10 +47,15 @@ def call_payload(
         raise ValueError(f"target and arguments cannot be sent to ranks, as a lambda cannot: {error}") from error
 
 
-def rank_environ(rank: int, num_ranks: int, local_rank: int, local_num_ranks: int) -> dict[str, str]:
-    """The variables by which a rank of a launcher that serves the store reads its place (`LaunchEnv`). Local."""
+def rank_environ(
+    rank: int, num_ranks: int, local_rank: int, local_num_ranks: int, *, standby: bool = False
+) -> dict[str, str]:
+    """The variables by which a rank of a launcher that serves the store reads its place (`LaunchEnv`). Local.
+
+    standby: the rank joins ranks that are running already, by `EPGroup.regroup`.
+    """
     place = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_num_ranks}
-    place |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
+    place |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0, STANDBY: int(standby)}
     return {name: str(value) for name, value in place.items()}
 
 
@@ -100,8 +106,8 @@ def run_rank(
                 function = pkgutil.resolve_name(target) if isinstance(target, str) else target
                 return function(group, *args)
             except BaseException as error:
-                reported = group.explain(error) if isinstance(error, Exception) else error
-                _write(group.rank, reported)  # before the others hear of it: their lines repeat it
+                reported = group.latest.explain(error) if isinstance(error, Exception) else error
+                _write(group.seat, reported)  # before the others hear of it: their lines repeat it
                 if reported is error:
                     raise
                 raise reported from error
