@@ -40,14 +40,17 @@ def with_dtype(engine: EngineConfig, device: torch.device) -> EngineConfig:
 
 
 def load_expert_parallel(group: EPGroup, engine: EngineConfig) -> tuple[Model, Session]:
-    """Load the model with this rank's experts only; returns the model and its expert-parallel session. Collective."""
+    """Load the model with this rank's experts only; returns the model and its expert-parallel session.
+
+    On a standby rank the session has no experts until `Session.regroup`. Collective, but for a standby.
+    """
     model: Model = from_pretrained(
         model_dir(engine),
         group,
         dtype=with_dtype(engine, group.device).torch_dtype,
         transport=engine.transport,
         experts=engine.experts,
-        placement=placements_for(engine, group.num_ranks),
+        placement="linear" if group.standby else placements_for(engine, group.num_ranks),
         scheme=None if engine.scheme == "auto" else engine.scheme,
         layout=engine.layout,
         max_tokens_per_rank=engine.max_tokens_per_rank,

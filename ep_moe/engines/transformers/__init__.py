@@ -12,6 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -23,6 +24,7 @@ from ep_moe.engines.transformers.hooks import MAX_TOKENS_PER_RANK, Session
 from ep_moe.engines.transformers.installing import Part, install
 from ep_moe.engines.transformers.loading import build_skeleton, layers_of, load_dense
 from ep_moe.engines.transformers.registering import distributed_config, register
+from ep_moe.engines.transformers.regrouping import ExpertSource, Regrouped
 from ep_moe.engines.transformers.sharding import shard_experts
 from ep_moe.group import EPGroup
 from ep_moe.placement import Placement
@@ -30,6 +32,7 @@ from ep_moe.weights import Checkpoint, ExpertWeights
 
 __all__ = [
     "GenerationOptions",
+    "Regrouped",
     "Session",
     "distributed_config",
     "from_pretrained",
@@ -56,7 +59,8 @@ def from_pretrained(
 
     Args:
         directory: a Hugging Face checkpoint of a family in `ep_moe.weights.FAMILIES`.
-        group: the ranks; the model is on `group.device`.
+        group: the ranks; the model is on `group.device`. On a standby rank (`EPGroup.from_env`) the model has no
+            experts until `model.ep_moe.regroup` gives it some, and `placement` has no effect.
         dtype: of weights and activations; by default that of config.json, else float32. Weights other than the
             experts are dequantized to it if they are quantized on disk.
         transport, experts: implementations by name. placement: by name, or a `Placement` over R ranks,
@@ -79,17 +83,17 @@ def from_pretrained(
     model = build_skeleton(checkpoint.directory, dtype, attn_implementation)
     layers = layers_of(model, checkpoint)
     load_dense(model, checkpoint, group.device)
-    found = placements_of(placement, checkpoint.config.num_experts, len(layers), group)
+    options: dict[str, Any] = {"dtype": model.dtype, "scheme": scheme, "device": group.device}
+    source = ExpertSource(checkpoint, list(layers.values()), **options)
+    found = placements_of("linear" if group.standby else placement, checkpoint.config.num_experts, len(layers), group)
     placements = dict(zip(layers.values(), found, strict=True))
-    weights = ExpertWeights.from_pretrained(
-        checkpoint,
-        placements,
-        group.rank,
-        layers=list(layers.values()),
-        dtype=model.dtype,
-        scheme=scheme,
-        device=group.device,
-    )
+    if group.standby:
+        nothing = source.read(dict.fromkeys(range(len(layers)), ()))
+        weights = dict(zip(layers.values(), nothing.values(), strict=True))
+    else:
+        weights = ExpertWeights.from_pretrained(
+            checkpoint, placements, group.rank, layers=list(layers.values()), **options
+        )
     parts = {}
     for name, layer in layers.items():
         own = weights[layer]
@@ -104,4 +108,4 @@ def from_pretrained(
         hidden=checkpoint.config.hidden, max_tokens_per_rank=max_tokens_per_rank, dtype=model.dtype, num_slots=1
     )
     group.wait_for_all("load")  # no timeout: ranks read at different speeds, and the next collective has a timeout
-    return install(model.eval(), group, parts, sizes, transport=transport, experts=experts)
+    return install(model.eval(), group, parts, sizes, transport=transport, experts=experts, source=source)

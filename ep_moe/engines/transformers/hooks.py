@@ -5,7 +5,7 @@ Letters: T tokens on this rank, H hidden, K top-k, E logical experts, M max_toke
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,8 +13,9 @@ import torch
 from ep_moe.balance import RebalanceStatus
 from ep_moe.config import Layout
 from ep_moe.engines.transformers.experts import ExpertsModule, activation_of, are_views, state_of, weights_of
+from ep_moe.engines.transformers.regrouping import HeldExperts, Recipe, Regrouped, regroup_experts
 from ep_moe.experts import create_experts
-from ep_moe.group import EPGroup
+from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.layer import ExpertParallelMoE, refuse_backward
 from ep_moe.local_moe import local_moe
 from ep_moe.placement import Placement
@@ -120,9 +121,11 @@ class SteppedRebalancer(Protocol):
 class Session:
     """The expert-parallel state of a model, `model.ep_moe`.
 
+    Args:
+        held: experts of a rank that has no layers until `regroup`.
+
     Attributes:
         group: the ranks.
-        transport: moves the tokens of all layers.
         layers: the `ExpertParallelMoE` of each MoE layer, in order.
         idle: if True, this rank takes part in every forward pass without sending tokens, and its MoE layers return
             zeros; for a rank that has finished while others still generate.
@@ -135,18 +138,31 @@ class Session:
     """
 
     def __init__(
-        self, group: EPGroup, transport: Transport, layers: tuple[ExpertParallelMoE, ...], experts: str = "auto"
+        self,
+        group: EPGroup,
+        transport: Transport | None,
+        layers: tuple[ExpertParallelMoE, ...],
+        recipe: Recipe,
+        held: Sequence[HeldExperts] = (),
     ) -> None:
         self.group = group
-        self.transport = transport
         self.layers = layers
         self.idle = False
-        self.experts = experts
+        self.experts = recipe.experts
+        self._transport, self._recipe, self._held = transport, recipe, tuple(held)
+        self._losses: list[str] = []  # since the layers were made
         self.decoder: Any = None
         self.logged: set[str] = set()
         self.why_own_routers = ""
         self.decode_experts: DecodeExperts | None = None
         self.rebalancer: SteppedRebalancer | None = None
+
+    @property
+    def transport(self) -> Transport:
+        """Moves the tokens of all layers. Errors: RuntimeError on a rank that has yet to join others."""
+        if self._transport is None:
+            raise RuntimeError(f"rank {self.group.seat} has no experts yet: it gets them by `regroup`")
+        return self._transport
 
     @property
     def expert_load(self) -> torch.Tensor:
@@ -199,13 +215,54 @@ class Session:
         finally:
             self.decode_experts = None
 
-    def destroy(self) -> None:
-        """Destroy the transports, not the group; the model can no longer run. Local, calling it twice is fine."""
+    def regroup(self, group: EPGroup) -> Regrouped:
+        """Go on in another group: give its ranks all experts, and make transport, tables and layers anew.
+
+        Ranks keep the experts that they have as far as they have positions for them. The others come from ranks that
+        have them, and what was on lost ranks alone is read from the checkpoint, as far as it is needed. There are as
+        many positions as at the start, but on fewer ranks no more on each than then, unless the experts need them. The
+        model stays the same object, its layers have the counts of `expert_load`. `decoder` loses its graphs and
+        transport (`RowDecoder.regroup`), a `rebalancer` is ended and removed: make another one.
+
+        Args:
+            group: of `EPGroup.regroup`; ranks that are new to it have loaded the model in their standby group.
+        Errors: RuntimeError on all ranks, which names the lost rank and the file, if an expert is on no rank and the
+            checkpoint has gone or changed; PeerLostError if another rank is lost meanwhile. After both it may be
+            called again, in the next group. Collective.
+        """
+        if self.group.failure is not None:
+            self._losses.append(str(self.group.failure))
+        self._leave()
+        try:
+            made = regroup_experts(self._recipe, self._held, group, "; ".join(self._losses) or "ranks have left")
+        except PeerLostError as error:
+            self._losses.append(str(error))
+            raise
+        self._transport, self.layers, done = made
+        self.group, self._held, self._losses = group, (), []
+        return done
+
+    def _leave(self) -> None:
+        """Keep what the next layers need of these, and end them."""
+        if self.layers:
+            self._held = tuple(map(HeldExperts.of, self.layers))
+        self.layers = ()
+        if self.decoder is not None:
+            self.decoder.leave()
+        self._end()
+        self.rebalancer = None
+
+    def _end(self) -> None:
         if self.rebalancer is not None:
             self.rebalancer.destroy()
+        if self._transport is not None:
+            self._transport.destroy()
+
+    def destroy(self) -> None:
+        """Destroy the transports, not the group; the model can no longer run. Local, calling it twice is fine."""
         if self.decoder is not None:
             self.decoder.destroy()
-        self.transport.destroy()
+        self._end()
 
 
 class ShardedExperts:

@@ -19,6 +19,7 @@ from ep_moe.engines.transformers.architectures import keep_in_step, num_topk_of
 from ep_moe.engines.transformers.experts import LOCAL, SHARDED, ExpertsModule, drop_parameters
 from ep_moe.engines.transformers.hooks import NAME, Session, ShardedExperts
 from ep_moe.engines.transformers.norms import replace_norms
+from ep_moe.engines.transformers.regrouping import ExpertSource, HeldExperts, Recipe
 from ep_moe.engines.transformers.routers import replace_routers
 from ep_moe.engines.transformers.saving import save_pretrained
 from ep_moe.group import EPGroup
@@ -48,17 +49,35 @@ def install(
     *,
     transport: str,
     experts: str,
+    source: ExpertSource | None = None,
 ) -> PreTrainedModel:
     """Replace each experts module by a layer, the routers if ours mean the same, and RMS norms by torch's. Until the
     first layer is made, an error leaves the model unchanged.
 
-    Layers are made one by one: each frees its module's parameters before the next needs memory. Collective.
+    Layers are made one by one: each frees its module's parameters before the next needs memory. On a standby rank,
+    whose parts have no experts yet, `Session.regroup` makes them.
+
+    Args: source: of experts, for `Session.regroup`.
+    Collective, but for a standby.
     """
+    num_topk, standby = num_topk_of(model.config), group.standby
+    placement = next(iter(parts.values())).placement  # of a transport only `starts` matter, which are equal
+    recipe = Recipe(
+        transport=transport,
+        experts=experts,
+        sizes=with_topk(config, num_topk),
+        num_topk=num_topk,
+        configs=tuple(part.config for part in parts.values()),
+        source=source,
+        spread=None if standby else (placement.num_physical, placement.num_ranks),
+    )
+    if standby:
+        model.set_experts_implementation(NAME)
+        held = [HeldExperts(experts=(), weights=part.weights()) for part in parts.values()]
+        return _dressed(model, Session(group, None, (), recipe, held), parts)
     check_placements([part.placement for part in parts.values()], group)
     before = model.get_experts_implementation()
-    num_topk = num_topk_of(model.config)
-    placement = next(iter(parts.values())).placement  # of a transport only `starts` matter, which are equal
-    exchange = create_transport(transport, group, placement, with_topk(config, num_topk))
+    exchange = create_transport(transport, group, placement, recipe.sizes)
     try:
         with Agreement(group, "load"):
             model.set_experts_implementation(NAME)
@@ -67,12 +86,19 @@ def install(
         model.set_experts_implementation(before)
         exchange.destroy()
         raise
-    session = Session(group, exchange, layers, experts)
+    _dressed(model, Session(group, exchange, layers, recipe), parts)
+    if num_topk is not None:
+        warm_up(layers, num_topk)
+    return model
+
+
+def _dressed(model: PreTrainedModel, session: Session, parts: Mapping[str, Part]) -> PreTrainedModel:
+    """The model, whose modules call the session's layers from now on. Local."""
     for index, part in enumerate(parts.values()):
         setattr(part.module, SHARDED, ShardedExperts(session, index))
-    keep_in_step(model, num_topk)
+    keep_in_step(model, num_topk_of(model.config))
     session.why_own_routers = replace_routers(model, parts)
-    if session.why_own_routers and group.rank == 0:
+    if session.why_own_routers and session.group.rank == 0:
         _log.info("%s keeps its own routers: %s", type(model).__name__, session.why_own_routers)
     replace_norms(model)
     setattr(model, NAME, session)
@@ -83,8 +109,6 @@ def install(
             inside = {key.removeprefix(prefix): parts[key].module for key in parts if key.startswith(prefix)}
             if inside:
                 vars(module)["save_pretrained"] = functools.partial(save_pretrained, module, inside)
-    if num_topk is not None:
-        warm_up(layers, num_topk)
     return model
 
 

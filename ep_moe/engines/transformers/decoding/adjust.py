@@ -36,6 +36,11 @@ class Adjustments:
         self._values = torch.zeros(steps, rows, self._top + 1, device=device)  # of the token, then of the likeliest
         self._tokens = torch.zeros(steps, rows, self._top + 1, dtype=torch.int64, device=device)  # its rank, then those
 
+    @property
+    def state(self) -> list[torch.Tensor]:
+        """What passes change."""
+        return [self._seen, self._counts, self._allowed]
+
     def begin(self, starts: Sequence[RowStart]) -> None:
         """Set the state of sequences in consecutive rows before their first token. Local, no host sync."""
         here = slice(starts[0].row, starts[0].row + len(starts))

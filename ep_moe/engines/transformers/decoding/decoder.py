@@ -144,13 +144,19 @@ class Decoder:
         self._replays.clear()
         self._pool = None
 
-    def destroy(self) -> None:
-        """Free graphs, cache and transport. Local, calling it twice is fine."""
+    def leave(self) -> None:
+        """Free graphs and transport, which the next generation makes anew; keys and values stay. Local, calling it
+        twice is fine."""
         self.drop_graphs()
-        self._cache.forget()
         self._layers = ()
         if self._transport is not None:
             self._transport.destroy()
+        self._transport = None
+
+    def destroy(self) -> None:
+        """Free graphs, cache and transport. Local, calling it twice is fine."""
+        self._cache.forget()
+        self.leave()
 
     @torch.inference_mode()
     def generate(

@@ -1,5 +1,6 @@
 """The grammars of a rank's rows: which tokens each may take next. Letters: V vocabulary, W words of 32 bits for V."""
 
+import collections
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -25,6 +26,9 @@ class RowGrammars:
         self._matchers: dict[int, tuple[Any, Sequence[int]]] = {}  # by row, with the tokens that end it
         self._compiles = ThreadPoolExecutor(1, "ep_moe-grammars")
         self._prepared: dict[int, Future[Any]] = {}  # by row that has not begun
+        self._kept: dict[int, tuple[Any, Sequence[int]]] = {}
+        self._kept_prepared: dict[int, Future[Any]] = {}
+        self._taken = collections.Counter[int]()  # tokens of each row since `keep`
 
     def __bool__(self) -> bool:
         """Whether a row has a grammar."""
@@ -50,6 +54,21 @@ class RowGrammars:
     def is_ready(self, row: int) -> bool:
         """Whether `begin` waits for no compilation of a row that was prepared."""
         return row not in self._prepared or self._prepared[row].done()
+
+    def keep(self) -> None:
+        """Keep this state for `undo`."""
+        self._kept, self._kept_prepared = dict(self._matchers), dict(self._prepared)
+        self._taken.clear()
+
+    def undo(self) -> None:
+        """Go back to the state of the last `keep`."""
+        for row in self._kept_prepared.keys() & self._matchers.keys():
+            self._matchers[row][0].reset()  # began since
+        self._matchers, self._prepared = dict(self._kept), dict(self._kept_prepared)
+        for row, (matcher, _) in self._matchers.items():
+            if self._taken[row]:
+                matcher.rollback(self._taken[row])
+        self._taken.clear()
 
     def begin(self, start: RowStart) -> torch.Tensor | None:
         """The mask of a sequence's first token, [W] int32, a bit for each token; None without a grammar."""
@@ -86,6 +105,7 @@ class RowGrammars:
                 del self._matchers[row]
                 continue
             matcher.consume_token(token)
+            self._taken[row] += matcher is self._kept.get(row, (None,))[0]
             mask, why = self._next(row)
             if mask is None:
                 ended[row] = why

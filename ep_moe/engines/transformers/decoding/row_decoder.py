@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -27,6 +28,16 @@ from ep_moe.engines.transformers.decoding.sequences import NONE
 from ep_moe.engines.transformers.hooks import Model, Session
 from ep_moe.layer.warmup import row_counts
 from ep_moe.logs import log_step
+
+
+class _Before(NamedTuple):
+    """A plan, and this rank's state on the host before it."""
+
+    plan: RowsPlan
+    rank: int
+    prompts: dict[int, Chunk]
+    wanted: dict[int, int]
+    held: dict[int, tuple[Chunk, torch.Tensor]]
 
 
 class RowDecoder:
@@ -67,13 +78,16 @@ class RowDecoder:
             session.decoder.destroy()
         self._decoder = session.decoder = Decoder(model, graphs=graphs)
         self._captured: set[tuple[int, Shape]] = set()  # (rank, shape), equal on all ranks
+        self._before: _Before | None = None  # of a plan that has not ended
         self._prompts: dict[int, Chunk] = {}  # row -> the last chunk of a prompt that is not complete
         self._waited: list[float] = []  # seconds until the rows were ready
         self._wanted: dict[int, int] = {}  # row -> likeliest tokens with each log-probability
         # row -> the last chunk of a prompt and its logits [1, V], while the grammar of its first token is compiled
         self._held: dict[int, tuple[Chunk, torch.Tensor]] = {}
         capacity = pass_shape(num_rows, num_positions, sampled=True).capacity
-        if any(window is not None and window < capacity for window in windows_of(model.config)):
+        windows = [window for window in windows_of(model.config) if window is not None and window < capacity]
+        self._window = min(windows, default=None)  # of layers that forget keys and values
+        if windows:
             prefix_rows = 0
         self.prefix_blocks = prefix_rows * capacity // BLOCK
         self._decoder.prepare(num_rows, num_positions, sampled=True, more_rows=prefix_rows)
@@ -135,9 +149,76 @@ class RowDecoder:
                     )
                 )
 
+    @torch.inference_mode()
+    def regroup(self) -> tuple[int, ...]:
+        """Go on in another group, after `Session.regroup`: all ranks call it, a rank that is new to the group makes its
+        `RowDecoder` meanwhile.
+
+        Rows keep their sequences, keys and values. A plan that a lost rank has interrupted on this rank is undone, but
+        for the rows that it ended: the same plan, or another one, gives the tokens that it would have given. Graphs are
+        captured anew at their next use.
+
+        Returns: rows that have ended because the interrupted plan has overwritten keys and values of a sliding window
+            that they still need: their sequences have to start again, with the tokens so far in their prompts.
+        Errors: PeerLostError; it may be called again after the next `Session.regroup`. Collective, host sync.
+        """
+        decoder, session, forgotten = self._decoder, self._session, self._undo()
+        self._captured.clear()
+        decoder.make_transport(self._model, self._num_rows)
+        self._prefill(())  # the first plans of a new rank: the others have no tokens in them
+        shape, live = pass_shape(1, 1, False), decoder.sequences.live.clone()
+        if decoder.graphs:
+            decoder.capture_passes(self._model, (shape,))
+            self._captured = {(rank, shape) for rank in range(session.group.num_ranks)}
+        decoder.sequences.live.zero_()
+        try:
+            decoder.decode(self._model, 1, shape)
+        finally:
+            decoder.sequences.live.copy_(live)
+        self._waited = decoder.waited_secs()
+        return forgotten
+
+    def _undo(self) -> tuple[int, ...]:
+        """Undo an interrupted plan, and end the rows that lack keys and values for it, which are returned."""
+        before, self._before = self._before, None
+        if before is None:
+            return ()
+        self._prompts, self._wanted, self._held = before.prompts, before.wanted, before.held
+        plan, rank, sequences = before.plan, before.rank, self._decoder.sequences
+        sequences.undo()
+        forgotten, window = list[int](), self._window
+        if window is not None and any(plan.chunks):
+            for row, size in plan.chunks[rank]:
+                first = self._prompts[row].end if row in self._prompts else 0
+                if first and size > 1 and first + size > window:
+                    forgotten.append(row)
+        elif window is not None and plan.passes > 1:
+            wraps = sequences.live & (sequences.positions + plan.passes > window)
+            forgotten += wraps[: plan.shapes[rank].rows].nonzero().flatten().tolist()
+        self._end((*plan.ended[rank], *forgotten))
+        for row in forgotten:
+            self._prompts.pop(row, None)
+        return tuple(forgotten)
+
+    def _end(self, rows: Sequence[int]) -> None:
+        """End rows, which are live or not."""
+        sequences = self._decoder.sequences
+        if not rows:
+            return
+        sequences.live[torch.tensor(rows, device=sequences.live.device)] = False
+        for row in rows:
+            self._wanted.pop(row, None)
+            self._held.pop(row, None)
+        if sequences.grammars is not None:
+            sequences.grammars.end(rows)
+
     def run(self, plan: RowsPlan) -> RowsMade:
-        """Carry out this rank's part of a plan. Collective, host sync."""
-        made, session = self._run(plan), self._session
+        """Carry out this rank's part of a plan. After an error only `regroup` goes on. Collective, host sync."""
+        session = self._session
+        self._before = _Before(plan, session.group.rank, dict(self._prompts), dict(self._wanted), dict(self._held))
+        self._decoder.sequences.keep()
+        made = self._run(plan)
+        self._before = None
         if not plan.load:
             return made
         made = dataclasses.replace(made, load=session.expert_load.tolist(), waited=self._waits())
@@ -155,16 +236,10 @@ class RowDecoder:
     @torch.inference_mode()
     def _run(self, plan: RowsPlan) -> RowsMade:
         rank, decoder, model = self._session.group.rank, self._decoder, self._model
-        live, grammars = decoder.sequences.live, decoder.sequences.grammars
+        grammars = decoder.sequences.grammars
         if plan.saves:
             decoder.save_prefixes(plan.saves[rank])
-        if plan.ended[rank]:
-            live[torch.tensor(plan.ended[rank], device=live.device)] = False
-            for row in plan.ended[rank]:
-                self._wanted.pop(row, None)
-                self._held.pop(row, None)
-            if grammars is not None:
-                grammars.end(plan.ended[rank])
+        self._end(plan.ended[rank])
         for start in plan.starts[rank]:
             first = len(start.prefix) * BLOCK
             self._prompts[start.row] = Chunk(start, first, first)

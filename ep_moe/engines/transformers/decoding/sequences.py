@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ep_moe.balance.carrier import copy_all
 from ep_moe.engines.transformers.decoding.adjust import Adjustments
 from ep_moe.engines.transformers.decoding.grammars import RowGrammars
 from ep_moe.engines.transformers.decoding.passes import RowStart
@@ -91,12 +92,35 @@ class Sequences:
         self.adjustments: Adjustments | None = None  # made by the first sequence that asks for any
         self.grammars: RowGrammars | None = None  # of rows that may have one
         self._model_ends: tuple[int, ...] = ()
+        self._kept: list[torch.Tensor] = []
         self._ordinals = torch.arange(1, rows + 1, device=device)
 
     @property
     def rows(self) -> int:
         """B."""
         return self.tokens.shape[0]
+
+    @property
+    def _state(self) -> list[torch.Tensor]:
+        """What passes change."""
+        own = [self.tokens, self.positions, self.left, self.live]
+        return own if self.adjustments is None else own + self.adjustments.state
+
+    def keep(self) -> None:
+        """Keep this state for `undo`. Local, no host sync."""
+        state = self._state
+        self._kept += map(torch.empty_like, state[len(self._kept) :])
+        copy_all(zip(self._kept, state, strict=True))
+        if self.grammars is not None:
+            self.grammars.keep()
+
+    def undo(self) -> None:
+        """Go back to the state of the last `keep`, but for sequences that have begun since, whose rows have none now.
+        Local, no host sync."""
+        copy_all(zip(self._state, self._kept, strict=False))  # adjustments are newer, if no sequence had any then
+        self.step.zero_()
+        if self.grammars is not None:
+            self.grammars.undo()
 
     def num_tokens(self, rows: int) -> torch.Tensor:
         """[1] int32: the number of rows up to the last live one among the first `rows`. Local, no host sync."""
