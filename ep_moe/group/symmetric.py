@@ -95,23 +95,23 @@ class SymmetricBuffer:
         group.barrier()  # no rank stores before all buffers are zero
 
     def _map_files(self, group: EPGroup, num_bytes: int) -> None:
-        path = os.path.join(SHARED_FOLDER, f"ep_moe_{uuid.uuid4().hex}")
-        error = ""
+        path, error = os.path.join(SHARED_FOLDER, f"ep_moe_{uuid.uuid4().hex}"), ""
+        paths = group.all_gather_object(path)  # first: the file of a rank that is lost has to be unlinked too
         try:
-            with open(path, "xb", opener=_open_private) as file:
-                os.posix_fallocate(file.fileno(), 0, num_bytes)
-        except OSError as cause:
-            error = f"{SHARED_FOLDER} has no room for {num_bytes} bytes on rank {group.rank}: {cause}"
-        try:
-            of_ranks = group.all_gather_object((path, error))
-            broken = next((text for _, text in of_ranks if text), "")
+            try:
+                with open(path, "xb", opener=_open_private) as file:
+                    os.posix_fallocate(file.fileno(), 0, num_bytes)
+            except OSError as cause:
+                error = f"{SHARED_FOLDER} has no room for {num_bytes} bytes on rank {group.rank}: {cause}"
+            broken = next(filter(None, group.all_gather_object(error)), "")
             if broken:
                 raise RuntimeError(broken)
-            parts = [torch.from_file(p, shared=True, size=num_bytes, dtype=torch.uint8) for p, _ in of_ranks]
+            parts = [torch.from_file(p, shared=True, size=num_bytes, dtype=torch.uint8) for p in paths]
             group.barrier()  # the files may be unlinked once all ranks have mapped them
         finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+            for each in (path,) if group.failure is None else paths:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(each)
         self._mapped, self.local = parts, parts[group.rank]
         self.addresses = tuple(part.data_ptr() for part in parts)
 
