@@ -230,9 +230,9 @@ class Session:
             checkpoint has gone or changed; PeerLostError if another rank is lost meanwhile. After both it may be
             called again, in the next group. Collective.
         """
-        if self.group.failure is not None:
+        if self.group.failure is not None and not self._losses:
             self._losses.append(str(self.group.failure))
-        self._leave()
+        self.leave()
         try:
             made = regroup_experts(self._recipe, self._held, group, "; ".join(self._losses) or "ranks have left")
         except PeerLostError as error:
@@ -242,8 +242,12 @@ class Session:
         self.group, self._held, self._losses = group, (), []
         return done
 
-    def _leave(self) -> None:
-        """Keep what the next layers need of these, and end them."""
+    def leave(self) -> None:
+        """End layers, transports and graphs ahead of `EPGroup.regroup`, and keep the experts for `regroup`.
+
+        Only for NCCL's sake, which waits up to 10 s for graphs that hold operations of the old group: `regroup` does it
+        too. Local, calling it twice is fine.
+        """
         if self.layers:
             self._held = tuple(map(HeldExperts.of, self.layers))
         self.layers = ()
