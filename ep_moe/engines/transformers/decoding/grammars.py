@@ -62,8 +62,9 @@ class RowGrammars:
 
     def undo(self) -> None:
         """Go back to the state of the last `keep`."""
-        for row in self._kept_prepared.keys() & self._matchers.keys():
-            self._matchers[row][0].reset()  # began since
+        for future in self._kept_prepared.values():
+            if future.done() and not future.cancelled() and future.exception() is None:
+                future.result().reset()  # its row may have begun since
         self._matchers, self._prepared = dict(self._kept), dict(self._kept_prepared)
         for row, (matcher, _) in self._matchers.items():
             if self._taken[row]:
