@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +16,9 @@ from ep_moe.launch import start_server
 
 # a shell starts background jobs with SIGINT ignored, which processes started by tests would inherit
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# some images set it, and each process would compile the package and its tests again
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

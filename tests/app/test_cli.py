@@ -506,7 +506,12 @@ def test_too_many_tokens_is_told_with_the_limit(small: str) -> None:
     ("options", "limit"),
     [
         pytest.param(["--max-bytes", "2048", "--dtype", "float32", "--nproc", "1"], 5e-6, id="float32-1"),
-        pytest.param(["--max-bytes", "4096", "--dtype", "bfloat16", "--nproc", "3"], 5e-4, id="bfloat16-3"),
+        pytest.param(
+            ["--max-bytes", "4096", "--dtype", "bfloat16", "--nproc", "3"],
+            5e-4,
+            id="bfloat16-3",
+            marks=pytest.mark.matrix,
+        ),
         pytest.param(
             ["--max-bytes", "2048", "--quant", "fp8_block", "--nproc", "2"], 0.003 * HELDOUT_LOSS, id="fp8_block-2"
         ),

@@ -297,6 +297,8 @@ CALLS = {
     "batched gemm": Call(plain, rows, batched_one, written="w1", launches=2),
 }
 
+ALIKE = ("batched zero points", "rows apart, static")  # combinations of what other calls have
+
 
 def compare(found: torch.Tensor, expected: torch.Tensor, exact: Any = None, limit: str = "bfloat16") -> None:
     idle = (expected == 0).all(1) | (expected == 77).all(1)
@@ -305,7 +307,9 @@ def compare(found: torch.Tensor, expected: torch.Tensor, exact: Any = None, limi
     assert exact is None or torch.equal(found, exact)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.matrix if name in ALIKE else ()) for name in CALLS]
+)
 def test_later_calls(name: str, repeats: list[int], by_kernels: Callable[[], None]) -> None:
     """Kinds take turns: other tokens, numbers of tokens and weights; weights are written, moved and freed."""
     call = CALLS[name]

@@ -70,6 +70,7 @@ def findings(output: str) -> dict[str, list[tuple[str, str, str]]]:
     return found
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("about", EXPECTED)
 def test_finds(faulty: subprocess.CompletedProcess[str], about: str) -> None:
     rule, words = EXPECTED[about]
@@ -82,11 +83,13 @@ def test_finds(faulty: subprocess.CompletedProcess[str], about: str) -> None:
     assert all(words in text for *_, text in found)
 
 
+@pytest.mark.matrix
 def test_finds_nothing_else(faulty: subprocess.CompletedProcess[str]) -> None:
     assert faulty.returncode == 1, faulty.stderr
     assert set(findings(faulty.stdout)) == set(EXPECTED)
 
 
+@pytest.mark.matrix
 def test_excuses(faulty: subprocess.CompletedProcess[str]) -> None:
     assert IDLE_EXCUSE in faulty.stdout.splitlines()
     excused = [line for line in faulty.stdout.splitlines() if line.startswith("excused ")]
@@ -114,6 +117,7 @@ def order_of_mutants() -> dict[str, list[str]]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_order_finds(order_of_mutants: dict[str, list[str]], mutant: Mutant) -> None:
     """A change of the exchange that breaks the order of its accesses is found; unchanged it has no finding."""

@@ -123,6 +123,7 @@ def check_round(transports: list[NvlinkTransport], round_: int) -> None:
         assert torch.equal(out, expected(rank, round_)), (rank, out)
 
 
+@pytest.mark.matrix
 def test_the_most_ranks_by_rows() -> None:
     hurry()
     with patched(WORD_TOKENS=0), all_ranks() as transports:

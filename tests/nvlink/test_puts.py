@@ -26,7 +26,7 @@ from nvlink.reference import compute
 from nvlink.test_cases import cases, check_on_rank
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.matrix)])
 def test_every_case_by_puts(num_ranks: int) -> None:
     for rank, outcomes in enumerate(on_ranks(check_on_rank, "puts", num_ranks=num_ranks)):
         assert {name: text for name, text in outcomes.items() if text} == {}, f"rank {rank}"
