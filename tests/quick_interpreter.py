@@ -2,7 +2,7 @@
 
 The interpreter builds the type of every value and the tensor of every constant anew, and patches Triton's language
 again for each device function that a kernel calls. With these patches each is built once. They replace internals, as
-they are in Triton 3.6 and 3.7.
+they are in Triton 3.6 to 3.9.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ import triton.language as tl
 from triton.language import core
 from triton.language.semantic import TritonSemantic
 
-KNOWN_VERSIONS = ("3.6", "3.7")  # whose internals the patches fit
+KNOWN_VERSIONS = ("3.6", "3.7", "3.8", "3.9")  # whose internals the patches fit
 MOST_CONSTANTS, MOST_SHARED = 4096, 4096  # tensors of numbers that are kept, elements of each
 
 _done: list[bool] = []
@@ -34,7 +34,7 @@ def hurry() -> None:
         return
     _done.append(True)
     if ".".join(triton.__version__.split(".")[:2]) not in KNOWN_VERSIONS:
-        known = " and ".join(KNOWN_VERSIONS)
+        known = f"{KNOWN_VERSIONS[0]} to {KNOWN_VERSIONS[-1]}"
         text = f"Triton {triton.__version__}: its interpreter stays unpatched and slow, the patches are for {known}"
         warnings.warn(text, stacklevel=2)
         return

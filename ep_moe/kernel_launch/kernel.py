@@ -63,7 +63,9 @@ class Kernel:
             name: as_constants(value, kernel, name) if hasattr(value, "_fields") else value
             for name, value in constants.items()
         }
-        self._options, self._device, self._prepare = options or {}, device, prepare
+        # Triton 3.10 changes the default of fusion, and with it the bits of results
+        self._options = {"enable_fp_fusion": True, **(options or {})}
+        self._device, self._prepare = device, prepare
         self.run: Run | None = None
         self.driver: DriverKernel | None = None
 

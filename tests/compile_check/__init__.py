@@ -9,7 +9,8 @@ are compiled with the alignments and options of real runs. The rules and their f
 
     case         a kernel that no case launches, any other jit function that no launched kernel calls, a module that
                  does not import, a launcher or a compilation that fails
-    spill        registers that spill to local memory; of targets for which no tile was measured they are listed
+    spill        registers that spill to local memory; of targets and versions of Triton that no tile was
+                 measured with they are listed
     loop_spill   the same within a loop over products, in a kernel of Gluon, whose partitions divide the registers
     many_spills  more than 16 stores to local memory, in such a kernel
     shared       more shared memory than a block may have

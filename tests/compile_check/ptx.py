@@ -78,6 +78,7 @@ def read(text: str) -> Program:
     by_name = {Path(path).name: path for path in paths.values()}
     depth, frames, lines = 0, tuple[Frame, ...](), list[tuple[str, tuple[Frame, ...]]]()  # of braces
     parameters, callers = set(), dict[tuple[str, ...], tuple[str, ...] | None]()
+    assembly = located = False  # from Triton 3.8 on each line of inline assembly adds one to its line of source
     for line in text.splitlines():
         if match := _PARAM.search(line):
             parameters.add(f"[{match[1]}]")
@@ -86,7 +87,12 @@ def read(text: str) -> Program:
             depth += line.count("{") - line.count("}")
         if not inside or depth == 0:
             continue
+        if line.strip().startswith("//"):
+            assembly, located = "begin inline asm" in line, False
         if match := _LOC.match(line):
+            if assembly and located:
+                continue
+            located = True
             outer = tuple((by_name.get(name, name), int(at)) for name, at in _OUTER.findall(match[4]))
             inlined = _INLINED.search(match[4])
             here = match.group(1, 2, 3)

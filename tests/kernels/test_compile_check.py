@@ -32,6 +32,7 @@ EXPECTED = {
     "polls": ("loaded_again", "loaded in several layouts: "),
     "weak words": ("weak", "STG.E.128.STRONG.GPU is no strong store: "),
     "error": ("case", "arange's range must be a power of 2"),
+    "unsaid fusion": ("case", "the launch does not say enable_fp_fusion"),
     "failing": ("case", "the launcher fails: ValueError('no such size')"),
     "idle": ("case", "launches no kernel"),
     "missing": ("case", "does not import: ModuleNotFoundError"),

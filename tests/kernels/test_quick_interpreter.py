@@ -100,7 +100,7 @@ def _check_unknown() -> None:
     assert _internals() == before, "an unknown Triton was patched"
     quick_interpreter._done.clear()
     assert [str(warning.message) for warning in caught] == [
-        "Triton 3.99.0: its interpreter stays unpatched and slow, the patches are for 3.6 and 3.7"
+        "Triton 3.99.0: its interpreter stays unpatched and slow, the patches are for 3.6 to 3.9"
     ]
 
 

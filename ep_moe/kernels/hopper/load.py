@@ -9,7 +9,9 @@ from ep_moe.kernels.hopper.arguments import BLOCK_M, HALF_M, HALF_N
 from ep_moe.kernels.hopper.overlap import let_dependents_start, wait_for_kernel_before, wait_until_stored
 from ep_moe.kernels.hopper.tiles import put_tile
 
-_async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # before Triton 3.8
+# the latter before Triton 3.8, and of those that are no TMA before 3.9
+_async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_async_gather = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 
 @gluon.jit
@@ -72,7 +74,7 @@ def load_operands(source, rows, tiles, buffers, drawn, PIPE, EPILOGUE):
             if x_scale_desc is not None:
                 _async_load(x_scale_desc, [k, row], full, buffers.x_scale.index(stage))
             elif PIPE.COPIED_SCALES:
-                async_copy.async_copy_global_to_shared(buffers.x_scale.index(stage), scale_ptrs, mask=scale_mask)
+                _async_gather(buffers.x_scale.index(stage), scale_ptrs, mask=scale_mask)
                 async_copy.mbarrier_arrive(full, increment_count=False)  # each thread arrives, once its copies have
                 scale_ptrs += x_scale_stride
             x_other = buffers.x.index(2 * stage + 1)

@@ -62,6 +62,7 @@ def plan_send(
                 K=num_topk,
                 COLUMNS=columns,
                 TOKENS=tokens,
+                enable_fp_fusion=False,
             )
         _write_header_kernel[(1,)](
             counts,
@@ -76,6 +77,7 @@ def plan_send(
             RANKS=ranks,
             BLOCKS=max(_SUMMED_COUNTS // ranks, 1),
             WORDS=HEADER_WORDS,
+            enable_fp_fusion=False,
         )
     return plan
 
@@ -122,6 +124,7 @@ def write_rows(x: torch.Tensor | Quantized, routing: Routing, plan: SendPlan, *,
             K=num_topk,
             COLUMNS=triton.next_power_of_2(num_topk),
             num_warps=num_warps,
+            enable_fp_fusion=False,
         )
     return token_to_row
 
@@ -167,5 +170,6 @@ def read_messages(
             WORDS=HEADER_WORDS,
             HIDDEN=len(nan_row),
             ROWS_AT_ONCE=_READ_ROWS,
+            enable_fp_fusion=False,
         )
     return ids, columns

@@ -224,7 +224,7 @@ class DispatchLauncher:
         counts = torch.empty(plan.blocks + 1, num_physical + 1, **like)
         planned = torch.empty(ids.shape, **like)
         planned_weights = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
-        options: dict[str, Any] = {"launch_pdl": True} if early else {}
+        options: dict[str, Any] = {"enable_fp_fusion": False, **({"launch_pdl": True} if early else {})}
         _count_block_kernel[(plan.blocks, triton.cdiv(num_physical, _BLOCK_EXPERTS))](
             ids,
             weights,

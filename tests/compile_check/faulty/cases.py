@@ -40,7 +40,7 @@ def _case(
     """By default of one target: instructions of products are other ones on the second, and all else is the same."""
     return Case(
         name=name,
-        launch=lambda: kernel[(4,)](*args, **options),
+        launch=lambda: kernel[(4,)](*args, **{"enable_fp_fusion": True, **options}),
         excuses=dict(excuses),
         payload_width_bytes=dict(payload_width_bytes),
         targets=targets,
@@ -105,6 +105,7 @@ def cases() -> list[Case]:
         _case("right words", kernels._publishing_kernel, x.view(torch.int64), cache_modifier=".wt"),
         _case("weak words", kernels._publishing_kernel, x.view(torch.int64), cache_modifier=".cg"),
         _case("error", kernels._not_compiling_kernel, x),
+        Case(name="unsaid fusion", launch=lambda: kernels._not_compiling_kernel[(4,)](x), targets=(90,)),
         Case(name="failing", launch=_failing_launcher),
         Case(name="idle", launch=lambda: None),
     ]
