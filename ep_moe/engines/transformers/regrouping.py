@@ -139,7 +139,7 @@ class HeldExperts:
     def of(cls, layer: ExpertParallelMoE) -> "HeldExperts":
         """Those of a layer. Local."""
         table = layer.positions
-        counts = table.counts.clone() if isinstance(table, PositionTable) else None
+        counts = table.counts if isinstance(table, PositionTable) else None
         return cls(experts=layer.placement.local_experts(layer.transport.rank), weights=layer.weights, counts=counts)
 
 
@@ -375,7 +375,7 @@ def _make(
     for index, (each, config, placement) in enumerate(zip(held, recipe.configs, placements, strict=True)):
         table = counting_table(placement, group)
         if each.counts is not None:
-            table.counts.copy_(each.counts)
+            table.lanes[0] = each.counts
         layers.append(
             ExpertParallelMoE(
                 config, each.weights, transport, placement=table, experts=recipe.experts, layer_index=index
