@@ -10,7 +10,6 @@ import signal
 import socket
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -143,7 +142,6 @@ def serve(engine: EngineConfig, config: ServeConfig, rebalance: RebalanceConfig 
 
     start_server(PRELOAD if pick_device(engine) == "cpu" else ())
     with front_end(bind(config.host, config.port), engine, config, "forkserver") as (connection, process):
-        # rank 0 gets a duplicate of the connection from this process when it unpickles these bytes
         asked: list[bool] = []
 
         def drain() -> None:
@@ -152,7 +150,7 @@ def serve(engine: EngineConfig, config: ServeConfig, rebalance: RebalanceConfig 
 
         try:
             with first_sigterm(drain):
-                on_ranks(target, engine, config, rebalance, bytes(ForkingPickler.dumps(connection)))
+                on_ranks(target, engine, config, rebalance, True, front=connection)
         except RankFailedError:
             if asked:  # the ranks had the signal too, as some service managers send it
                 raise SystemExit(128 + signal.SIGTERM) from None
@@ -167,7 +165,7 @@ def serve(engine: EngineConfig, config: ServeConfig, rebalance: RebalanceConfig 
 def front_end(
     listener: socket.socket, engine: EngineConfig, config: ServeConfig, start: str
 ) -> Iterator[tuple[Connection, Any]]:
-    """Run the process that speaks HTTP while the block runs; yields rank 0's end of its connection, and the process.
+    """Run the process that speaks HTTP while the block runs; yields this end of its connection, and the process.
 
     If the block raises, requests are answered with its error for a moment longer.
 
@@ -197,8 +195,8 @@ def front_end(
         process.join()
 
 
-def _front_end_main(stderr: Connection, listener: socket.socket, ranks: Connection, engine: Any, config: Any) -> None:
+def _front_end_main(stderr: Connection, listener: socket.socket, starter: Connection, engine: Any, config: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher ends this process
     os.dup2(stderr.fileno(), 2)
     logs.configure(engine.log_level, "http")
-    pkgutil.resolve_name("ep_moe.app.serve_rank:serve_front_main")(listener, ranks, engine, config)
+    pkgutil.resolve_name("ep_moe.app.serve_rank:serve_front_main")(listener, starter, engine, config)

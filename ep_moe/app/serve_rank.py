@@ -1,6 +1,6 @@
 """Entry points of the processes of `ep-moe serve`: a rank, and the front end with HTTP, the queue and the tokenizer.
 
-The front end makes plans and sends them to rank 0, which sends them on to the other ranks.
+The front end is no rank: it makes plans and sends them to all ranks alike, over the launcher's store.
 """
 
 import contextlib
@@ -8,8 +8,8 @@ import logging
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from ep_moe.app.placements import model_sizes
@@ -21,8 +21,11 @@ from ep_moe.config import EngineConfig
 from ep_moe.engines.transformers.decoding import RowDecoder, end_ids_of, uses_graphs, why_not_fixed
 from ep_moe.engines.transformers.decoding.grammars import RowGrammars
 from ep_moe.grammar import is_installed
-from ep_moe.group import EPGroup
-from ep_moe.serving.core import Leader, LeadRank, RemoteRanks, ServerEndedError, follow, relay
+from ep_moe.group import EPGroup, StorePlace
+from ep_moe.serving.channel import RankChannel, Ready
+from ep_moe.serving.core import Leader
+from ep_moe.serving.rank import follow
+from ep_moe.serving.ranks import ServerEndedError, StoreRanks
 from ep_moe.serving.scheduler import Limits
 
 _log = logging.getLogger(__name__)
@@ -30,32 +33,32 @@ MOST_POSITIONS = 4096  # by default: their keys and values are reserved for ever
 
 
 def serve_rank_main(
-    group: EPGroup,
-    engine: EngineConfig,
-    config: ServeConfig,
-    rebalance: RebalanceConfig,
-    connection: bytes | None = None,
+    group: EPGroup, engine: EngineConfig, config: ServeConfig, rebalance: RebalanceConfig, has_front: bool = False
 ) -> dict[str, Any]:
-    """One rank's part of the server; returns only if the process with the queue closes it. Collective.
+    """One rank's part of the server; returns only if the front end closes it. Collective.
 
     Args:
-        connection: rank 0's, pickled by the launcher, to the process that speaks HTTP; None if rank 0 starts it.
+        has_front: whether the launcher has started the front end; else rank 0 starts it.
     """
     with contextlib.ExitStack() as ends:
-        front: Connection | None = None
+        check: Callable[[], None] = lambda: None  # noqa: E731
         if group.rank == 0:
             sys.stderr.write(f"loading {model_dir(engine)}\n")
-            if connection is None:
-                listener = bind(config.host, config.port)
-                front, _ = ends.enter_context(front_end(listener, engine, config, "spawn"))
-            else:
-                front = ForkingPickler.loads(connection)
-        _serve(group, engine, config, rebalance, front)
+        if group.rank == 0 and not has_front:
+            listener = bind(config.host, config.port)
+            front, process = ends.enter_context(front_end(listener, engine, config, "spawn"))
+            front.send((StorePlace.from_env(), group.num_ranks))
+
+            def check() -> None:
+                if not process.is_alive():
+                    raise RuntimeError("the process that speaks HTTP has ended, its error is on stderr")
+
+        _serve(group, engine, config, rebalance, check)
     return {}
 
 
 def _serve(
-    group: EPGroup, engine: EngineConfig, config: ServeConfig, rebalance: RebalanceConfig, front: Connection | None
+    group: EPGroup, engine: EngineConfig, config: ServeConfig, rebalance: RebalanceConfig, check: Callable[[], None]
 ) -> None:
     tokenizer = load_tokenizer(engine)
     with progress_bar(group), group.guard("load"):
@@ -95,13 +98,9 @@ def _serve(
         no_grammars=no_grammars,
         prefix_blocks=rows.prefix_blocks,
     )
-    if front is None:
-        follow(group, rows)
-    else:
-        ranks = LeadRank(group, rows)
-        with contextlib.suppress(BrokenPipeError):  # `relay` raises the error
-            front.send(limits)
-        relay(ranks, front)
+    channel = RankChannel(StorePlace.from_env(), group.rank)
+    channel.answer(0, Ready(limits=limits))
+    follow(channel, group, rows, check=check)
     session.destroy()
 
 
@@ -126,8 +125,13 @@ def _num_positions(model: Model, config: ServeConfig) -> int:
     return wanted
 
 
-def serve_front_main(listener: socket.socket, ranks: Connection, engine: EngineConfig, config: ServeConfig) -> None:
-    """The front end: serve once rank 0 has sent the limits, until it closes its end or sends an error. Local."""
+def serve_front_main(listener: socket.socket, starter: Connection, engine: EngineConfig, config: ServeConfig) -> None:
+    """The front end: serve once all ranks are ready, until the process that has started it ends or sends an error.
+
+    Args:
+        listener: bound. starter: a connection to that process, which says first where the ranks' store is.
+    Local.
+    """
     from transformers import AutoConfig
 
     from ep_moe.serving.answers import response_template  # ranks do without these packages
@@ -136,12 +140,14 @@ def serve_front_main(listener: socket.socket, ranks: Connection, engine: EngineC
 
     tokenizer = load_tokenizer(engine)
     try:
-        limits = ranks.recv()
-    except EOFError:
+        first = starter.recv()
+        if isinstance(first, str):  # the error that has ended the ranks
+            return
+        ranks = StoreRanks(*first, starter=starter, timeout_secs=engine.group.timeout_secs)
+        limits = ranks.wait_until_ready()
+    except (EOFError, ServerEndedError):
         return
-    if not isinstance(limits, Limits):  # the error that has ended the ranks
-        return
-    leader, name = Leader(RemoteRanks(ranks), limits), config.name_of(engine)
+    leader, name = Leader(ranks, limits), config.name_of(engine)
     service = Service(
         leader=leader,
         tokenizer=tokenizer,

@@ -15,6 +15,8 @@ from ep_moe.config import EngineConfig
 from ep_moe.environment import LaunchEnv
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     from ep_moe.group import EPGroup
     from ep_moe.launch import Target
     from ep_moe.launch.ray_cluster import NodeRanks
@@ -72,12 +74,15 @@ def pick_device(engine: EngineConfig) -> str:
     return "cpu"
 
 
-def on_ranks(target: "Target", engine: EngineConfig, *args: Any) -> dict[str, Any]:
+def on_ranks(target: "Target", engine: EngineConfig, *args: Any, front: "Connection | None" = None) -> dict[str, Any]:
     """Run `target(group, engine, *args)` on every rank and return rank 0's report.
 
     Starts `num_local_ranks` ranks on this machine, or on each of `engine.nodes` nodes of a Ray cluster; under torchrun
     this process is a rank and returns its own report, which is the same on all ranks. A line on standard error warns if
     GPUs of this machine are left unused, unless the device is "cpu".
+
+    Args:
+        front: as in `launch`, which starts the ranks.
     """
     env = LaunchEnv.from_environ()
     if engine.ray:
@@ -100,7 +105,7 @@ def on_ranks(target: "Target", engine: EngineConfig, *args: Any) -> dict[str, An
             raise SystemExit(1) from None  # it has written this rank's line
     preload = PRELOAD if device == "cpu" else ()  # an import may initialize CUDA, which does not survive a fork
     options: dict[str, Any] = {"num_ranks": num_ranks, "config": engine.group, "device": device, "preload": preload}
-    return launch(logging_rank, target, engine, *args, **options)[0]
+    return launch(logging_rank, target, engine, *args, **options, front=front)[0]
 
 
 def _warn_of_unused_gpus(used: int, num_ranks: int) -> None:

@@ -7,7 +7,16 @@ store and all others adopt it, so that surviving ranks never blame each other.
 
 from ep_moe.group.base import DEFAULT_CONFIG, EPGroup
 from ep_moe.group.errors import STILL_THERE, PeerLostError
-from ep_moe.group.store import secret_key, serve_store
+from ep_moe.group.store import StorePlace, secret_key, serve_store
 from ep_moe.group.watch import DEATHS_KEY
 
-__all__ = ["DEATHS_KEY", "DEFAULT_CONFIG", "STILL_THERE", "EPGroup", "PeerLostError", "secret_key", "serve_store"]
+__all__ = [
+    "DEATHS_KEY",
+    "DEFAULT_CONFIG",
+    "STILL_THERE",
+    "EPGroup",
+    "PeerLostError",
+    "StorePlace",
+    "secret_key",
+    "serve_store",
+]

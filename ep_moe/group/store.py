@@ -6,6 +6,7 @@ launcher and never from the store, is part of every key, and no bytes of a store
 """
 
 import contextlib
+import dataclasses
 import datetime
 import errno
 import hmac
@@ -16,7 +17,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ep_moe.environment import LaunchEnv, launch_secret
+
 BACKLOG = 1024  # connections that wait to be accepted: all ranks connect at the same time
+LONGEST_WAIT = datetime.timedelta(days=20)  # that fits the store's milliseconds
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +32,32 @@ def secret_key(secret: str, name: str) -> str:
     its queues.
     """
     return f"{name}/{hmac.digest(secret.encode(), name.encode(), 'sha256').hex()}" if secret else name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StorePlace:
+    """Where a launch's store is, for processes that are none of its ranks. The secret is shown to nobody else."""
+
+    host: str
+    port: int
+    secret: str = dataclasses.field(repr=False)
+
+    @classmethod
+    def from_env(cls) -> "StorePlace":
+        """That of the launch which this process is a rank of. Errors: RuntimeError outside of a launch. Local."""
+        env = LaunchEnv.from_environ()
+        if env is None:
+            raise RuntimeError("this process is no rank of a launch: RANK is not set")
+        return cls(host=env.master_addr, port=env.master_port, secret=launch_secret())
+
+    def connect(self, name: str) -> dist.Store:
+        """A new connection, for one thread at a time, under keys of that name, whose waits have no timeout.
+
+        Errors: those of `TCPStore` if the store does not answer. Local.
+        """
+        store = dist.TCPStore(self.host, self.port, wait_for_workers=False)
+        store.set_timeout(LONGEST_WAIT)
+        return dist.PrefixStore(secret_key(self.secret, name), store)
 
 
 def serve_store(host: str, port: int, timeout_secs: float) -> dist.TCPStore:

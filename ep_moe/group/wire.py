@@ -37,7 +37,7 @@ def _tagged(value: Any) -> Any:
     elif kind is list or kind in _SEQUENCES:
         content = value
     elif dataclasses.is_dataclass(kind):
-        content = [getattr(value, field.name) for field in dataclasses.fields(kind)]
+        content = [getattr(value, field.name) for field in dataclasses.fields(kind) if field.init]
     else:
         raise ValueError(f"{shown(value)} is a {kind.__name__}, which ranks do not send to each other")
     tagged = [element if type(element) in _PLAIN else _tagged(element) for element in content]
@@ -64,5 +64,5 @@ def decode(data: bytes, *known: type) -> Any:
 
 
 def _maker(kind: Any) -> Callable[[Any], Any]:
-    names = [field.name for field in dataclasses.fields(kind)]
+    names = [field.name for field in dataclasses.fields(kind) if field.init]
     return lambda content: kind(**dict(zip(names, content, strict=True)))

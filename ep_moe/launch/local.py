@@ -27,7 +27,7 @@ import torch.distributed as dist
 from ep_moe.config import GroupConfig
 from ep_moe.environment import SECRET
 from ep_moe.fields import require, shown
-from ep_moe.group import DEATHS_KEY, DEFAULT_CONFIG, secret_key, serve_store
+from ep_moe.group import DEATHS_KEY, DEFAULT_CONFIG, StorePlace, secret_key, serve_store
 from ep_moe.launch.outcomes import Outcomes
 from ep_moe.launch.rank import Target, call_payload, rank_environ, read_outcome, run_pickled
 from ep_moe.launch.signals import held_back, terminable
@@ -48,6 +48,7 @@ def launch(
     env: Mapping[str, str] | None = None,
     preload: Sequence[str] = (),
     grace_secs: float = 5.0,
+    front: Connection | None = None,
 ) -> list[Any]:
     """Start ranks on this machine, call `target(group, *args)` in each and return their results.
 
@@ -66,6 +67,8 @@ def launch(
             process's environment without `env`, and must not touch CUDA, which does not survive a fork. Only a
             process's first launch, which starts the server, uses it; a module that is not found is left to the ranks.
         grace_secs: how long the other ranks may take to end after the first failure, before SIGTERM and SIGKILL.
+        front: a connection to a process that is no rank and uses the ranks' store; it is sent the `StorePlace` and
+            num_ranks, as a tuple.
     Returns: the results in rank order.
     Errors: RankFailedError; ValueError, before anything starts, for num_ranks below 1, a target or argument that cannot
     be pickled, such as a lambda, and other bad arguments; KeyboardInterrupt and, for SIGTERM, SystemExit(143) in the
@@ -82,6 +85,8 @@ def launch(
     with terminable():
         try:
             ranks.start(payload, dict(os.environ) | added, preload)
+            if front is not None:
+                front.send((ranks.place, num_ranks))
             return ranks.collect()
         finally:
             # for about a second at most
@@ -142,6 +147,11 @@ class _Ranks:
         self._outcomes = Outcomes(num_ranks, grace_secs)
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
+
+    @property
+    def place(self) -> StorePlace:
+        """Where the store is."""
+        return StorePlace(host=HOST, port=self._store.port, secret=self._secret)
 
     def start(self, payload: bytes, environ: dict[str, str], preload: Sequence[str] = ()) -> None:
         start_server(preload)

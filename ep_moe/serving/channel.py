@@ -1,130 +1,117 @@
-"""How plans go from rank 0 to the other ranks, and what they make back: over the store through which the ranks joined.
+"""How the front end and the ranks talk: orders to each rank, and its answers, in queues of the launcher's store.
 
 The store belongs to the launcher and uses no collective, so that ranks of an idle server wait for a plan without a
-timeout, while heartbeats still tell which rank is lost.
+timeout, while heartbeats still tell which rank is lost. All ranks are alike; the front end outlives any of them.
+
+A seat is a rank as the launch numbers it. Each process has a queue of its own: one that takes the seat of another reads
+nothing that was meant for that one.
 """
 
-import collections
-import datetime
+import dataclasses
+import os
 import queue
 import threading
-import time
+from collections.abc import Iterable
 from typing import Any
 
-from ep_moe.engines.transformers.decoding.passes import MESSAGES, RowsMade, RowsPlan
-from ep_moe.group import EPGroup, PeerLostError
-from ep_moe.group.waiting import SLICE_SECS
+from ep_moe.balance import ModelSizes
+from ep_moe.engines.transformers.decoding.passes import MESSAGES
+from ep_moe.group import StorePlace
 from ep_moe.group.wire import decode, encode
+from ep_moe.placement import Placement
+from ep_moe.serving.scheduler import Limits
 
+_NAME, _ANSWERS = "serving", "answers"
 _CLOSED = encode(None)
-_LONG = datetime.timedelta(days=20)  # the longest wait that fits the store's milliseconds
 
 
-class _Inbox:
-    """Messages of a queue of the store; a thread waits for them, since the store's own wait cannot be interrupted.
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Ready:
+    """The first answer of a rank: it has loaded the model, and can do this much."""
 
-    The thread ends when all senders have sent `_CLOSED`, which is None to `receive`.
+    limits: Limits
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What a rank tells the front end. process: its id. epoch: of the membership that it belongs to."""
+
+    seat: int
+    process: int
+    epoch: int
+    content: Any
+
+
+_KNOWN = (*MESSAGES, Answer, Ready, Limits, Placement, ModelSizes)
+
+
+def start_inbox(store: Any, key: str, found: "queue.SimpleQueue[Any]") -> None:
+    """Have a thread put a queue's messages into `found`, since the store's own wait cannot be interrupted.
+
+    The thread ends with the message `_CLOSED`, or with an error, which is put there too.
     """
 
-    def __init__(self, store: Any, key: str, num_senders: int) -> None:
-        self._store, self._key, self._num_senders = store, key, num_senders
-        self._found: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
-        store.set_timeout(_LONG)
-        threading.Thread(target=self._run, name="ep_moe-inbox", daemon=True).start()
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            while self._num_senders:
-                message = self._store.queue_pop(self._key)
-                self._num_senders -= message == _CLOSED
-                self._found.put(message)
-        except RuntimeError as error:  # the launcher has gone, and its store with it
-            self._found.put(error)
+            message = b""
+            while message != _CLOSED:
+                message = store.queue_pop(key)
+                found.put(decode(message, *_KNOWN))
+        except (RuntimeError, ValueError) as error:  # the launcher has gone, and its store with it; a stranger's bytes
+            found.put(error)
 
-    def receive(self, secs: float) -> bytes:
-        """The next message; queue.Empty after so many seconds."""
-        message = self._found.get(timeout=secs)
-        if isinstance(message, Exception):
-            raise message
-        return message
+    threading.Thread(target=run, name="ep_moe-inbox", daemon=True).start()
 
 
-class PlanChannel:
-    """Rank 0's `send` and `collect`, each in a thread of its own if it likes, and the other ranks' `receive` and
-    `answer`, in turns. Plans may be sent before the results of earlier ones are collected, which is in order.
+class RankChannel:
+    """A rank's end. Used by one thread."""
 
-    Errors of all: PeerLostError names a rank that is lost; ValueError for bytes that no rank has sent. Made on
-    all ranks in the same order; the waits are local.
+    def __init__(self, place: StorePlace, seat: int) -> None:
+        self._seat, self._process = seat, os.getpid()
+        self._found: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._outbox = place.connect(_NAME)
+        start_inbox(place.connect(_NAME), _orders(seat, self._process), self._found)
+
+    def receive(self, secs: float) -> tuple[int, Any] | None:
+        """The next order and its epoch; None if the front end has closed; queue.Empty after so many seconds.
+
+        Errors: RuntimeError if the store is gone; ValueError for bytes that no front end has sent.
+        """
+        found = self._found.get(timeout=secs)
+        if isinstance(found, Exception):
+            raise found
+        order: tuple[int, Any] | None = found
+        return order
+
+    def answer(self, epoch: int, content: Any) -> None:
+        """Tell the front end."""
+        answer = Answer(seat=self._seat, process=self._process, epoch=epoch, content=content)
+        self._outbox.queue_push(_ANSWERS, encode(answer))
+
+
+class FrontChannel:
+    """The front end's end.
+
+    Args:
+        found: where `Answer`s and errors are put, from another thread.
     """
 
-    def __init__(self, group: EPGroup) -> None:
-        self._group = group
-        self._round = 0  # of plans received, on rank 0 of results collected
-        self._results = [collections.deque[RowsMade]() for _ in range(group.num_ranks)]  # not yet collected
-        plans, answers = group.connect_store(), group.connect_store()
-        lead = group.rank == 0
-        self._outbox = plans if lead else answers
-        self._inbox = None
-        if group.num_ranks > 1:
-            self._inbox = (
-                _Inbox(answers, "answers", group.num_ranks - 1) if lead else _Inbox(plans, f"plans/{group.rank}", 1)
-            )
+    def __init__(self, place: StorePlace, found: "queue.SimpleQueue[Any]") -> None:
+        self._outbox = place.connect(_NAME)
+        start_inbox(place.connect(_NAME), _ANSWERS, found)
 
-    def send(self, plan: RowsPlan | None) -> None:
-        """Send a plan to all other ranks."""
-        message = encode(plan)
-        for rank in range(1, self._group.num_ranks):
-            self._outbox.queue_push(f"plans/{rank}", message)
+    def send(self, ranks: Iterable[tuple[int, int]], epoch: int, order: Any) -> None:
+        """Send an order to ranks, (seat, process) each."""
+        message = encode((epoch, order))
+        for seat, process in ranks:
+            self._outbox.queue_push(_orders(seat, process), message)
 
-    def collect(self, result: RowsMade) -> list[RowsMade]:
-        """Wait for the other ranks' results of the oldest plan that is not collected; returns all, in rank order, with
-        rank 0's own."""
-        group, results = self._group, self._results
-        results[0].append(result)
-        self._round += 1
-        start, limit = time.monotonic(), group.config.timeout_secs
-        while not all(results):
-            message = self._poll()
-            if message is not None:
-                rank, answer = decode(message, *MESSAGES)
-                results[rank].append(answer)
-            elif time.monotonic() - start > limit:
-                missing = tuple(rank for rank, found in enumerate(results) if not found)
-                reason = f"did not arrive: no answer to a plan (timeout {limit:g} s)"
-                raise group.blame(missing, "plan", self._round, reason)
-        return [found.popleft() for found in results]
+    def close(self, ranks: Iterable[tuple[int, int]]) -> None:
+        """Tell ranks that no order follows, and end this channel's thread."""
+        for seat, process in ranks:
+            self._outbox.queue_push(_orders(seat, process), _CLOSED)
+        self._outbox.queue_push(_ANSWERS, _CLOSED)
 
-    def close(self) -> None:
-        """Tell the other ranks that no plan follows; their `receive` returns None."""
-        self.send(None)
 
-    def receive(self) -> RowsPlan | None:
-        """Wait for the next plan, without a timeout; None if none follows."""
-        self._round += 1
-        with self._group.waiting("plan", self._round):
-            while True:
-                message = self._poll()
-                if message is not None:
-                    break
-        if message == _CLOSED:
-            self._outbox.queue_push("answers", _CLOSED)
-            return None
-        plan: RowsPlan = decode(message, *MESSAGES)
-        return plan
-
-    def answer(self, result: RowsMade) -> None:
-        """Send this rank's result of the plan to rank 0."""
-        self._outbox.queue_push("answers", encode((self._group.rank, result)))
-
-    def _poll(self) -> bytes | None:
-        """The next message; None if there is none for a moment and no rank is lost."""
-        assert self._inbox is not None
-        self._group.check()
-        try:
-            return self._inbox.receive(SLICE_SECS)
-        except queue.Empty:
-            return None
-        except RuntimeError as error:
-            if isinstance(error, PeerLostError):
-                raise
-            raise self._group.explain(error) from error
+def _orders(seat: int, process: int) -> str:
+    return f"orders/{seat}/{process}"

@@ -1,30 +1,26 @@
 """The work between a front end and the ranks: generations in, tokens of each out, all ranks in step.
 
-    leader = Leader(LeadRank(group, rows), limits)   # on rank 0; `follow(group, rows)` on the others
+    leader = Leader(StoreRanks(...), limits)  # in a process of its own; `follow(channel, group, rows)` on each rank
     ticket = leader.submit(generation, on_progress)  # from any thread
-    leader.run()                                     # in the thread that owns the model, until `close` or an error
+    leader.run()  # until `close` or an error
 
-The leader may be in a process of its own, so that its work delays no rank: `Leader(RemoteRanks(connection), limits)`
-there, and `relay(LeadRank(group, rows), connection)` on rank 0. It knows nothing of HTTP or text: `ep_moe.serving.http`
-is one front end, and any other may take its place.
+The leader's process is no rank, so that its work delays none; `OneRank(rows)` is a rank in its own thread. It knows
+nothing of HTTP or text: `ep_moe.serving.http` is one front end, and any other may take its place.
 """
 
 import collections
 import contextlib
 import dataclasses
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
 from ep_moe.balance import rank_loads
 from ep_moe.balance.reports import status_of_ranks
 from ep_moe.engines.transformers.decoding.passes import RowsMade, RowsPlan
-from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.group.waiting import SLICE_SECS
-from ep_moe.serving.channel import PlanChannel
+from ep_moe.serving.ranks import Ranks, ServerEndedError
 from ep_moe.serving.scheduler import Generation, Limits, Progress, Scheduler
 
 OnProgress = Callable[[Progress], None]
@@ -34,180 +30,8 @@ WINDOW_SECS = 60.0  # of which `recent_rank_load` is
 MOST_HELD_SECS = 0.02  # that a first plan waits for requests that have come and are not submitted yet
 
 
-class Rows(Protocol):
-    """What a rank does with plans; `RowDecoder` is one."""
-
-    def run(self, plan: RowsPlan) -> RowsMade:
-        """Carry out this rank's part. Collective."""
-        ...
-
-
-class ServerEndedError(RuntimeError):
-    """The server has ended, by an error that the message names or because it was closed."""
-
-
 class DrainingError(RuntimeError):
     """The server takes no new generations: it has been asked to end, and finishes those that it has."""
-
-
-def follow(group: EPGroup, rows: Rows) -> None:
-    """Carry out rank 0's plans until it closes. Errors: those of the model; PeerLostError. Collective."""
-    channel = PlanChannel(group)
-    while (plan := channel.receive()) is not None:
-        channel.answer(rows.run(plan))
-
-
-class LeadRank:
-    """All ranks as a leader in rank 0's process sees them, made when `follow` is called on the others. Collective.
-
-    Attributes:
-        most_sent: plans that a leader sends before it receives the results of the first.
-    """
-
-    most_sent = 1  # `receive` carries out the plan in the leader's thread, and makes its tokens no sooner for another
-
-    def __init__(self, group: EPGroup, rows: Rows) -> None:
-        self._group, self._rows, self._channel = group, rows, PlanChannel(group)
-        self._sent: collections.deque[RowsPlan] = collections.deque()
-        self.explain = group.explain  # the cause of an error: one that names a lost rank, or the error itself
-        self.close = self._channel.close  # ends `follow` on all ranks
-        self.collect = self._channel.collect  # the results of all ranks, in rank order, from rank 0's
-
-    def send(self, plan: RowsPlan) -> None:
-        """Send a plan to the other ranks, which carry it out at once, or after those before it. From one thread."""
-        self._channel.send(plan)
-        self._sent.append(plan)
-
-    def run(self) -> RowsMade:
-        """Carry out rank 0's part of the oldest plan that was sent. Errors: of the model; PeerLostError."""
-        return self._rows.run(self._sent.popleft())
-
-    def receive(self) -> list[RowsMade]:
-        """`run`, then `collect`."""
-        return self.collect(self.run())
-
-    def check(self) -> None:
-        """Raise an error if a rank is lost while there is no plan."""
-        self._group.check()
-
-
-class RemoteRanks:
-    """`LeadRank` for a leader in another process, connected to rank 0's, which calls `relay`.
-
-    A thread reads, so that large results and a large plan never wait for each other.
-    """
-
-    most_sent = 2  # ranks begin the next one while clients get the tokens of the last
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._answers: queue.SimpleQueue[list[RowsMade] | str] = queue.SimpleQueue()
-        threading.Thread(target=self._read, name="ep_moe-answers", daemon=True).start()
-
-    def _read(self) -> None:
-        answer: list[RowsMade] | str = []
-        while not isinstance(answer, str):
-            try:
-                answer = self._connection.recv()
-            except (EOFError, OSError):
-                answer = "rank 0 has ended"
-            self._answers.put(answer)
-
-    def send(self, plan: RowsPlan) -> None:
-        """See `LeadRank`; rank 0 carries it out at once, or after those before it."""
-        with contextlib.suppress(BrokenPipeError):  # the error that ended rank 0 is received next
-            self._connection.send(plan)
-
-    def receive(self) -> list[RowsMade]:
-        """Wait for the results of the oldest plan that was sent. Errors: ServerEndedError."""
-        answer = self._answers.get()
-        if isinstance(answer, str):
-            raise ServerEndedError(answer)
-        return answer
-
-    def check(self) -> None:
-        """See `LeadRank`. Errors: ServerEndedError."""
-        if not self._answers.empty():
-            self.receive()  # while there is no plan, only an error arrives
-
-    def explain(self, failure: Exception) -> Exception:
-        """See `LeadRank`."""
-        return failure
-
-    def close(self) -> None:
-        """See `LeadRank`."""
-        self._connection.send(None)
-
-
-def relay(ranks: LeadRank, connection: Connection) -> None:
-    """Carry out the plans of the leader at the other end, on rank 0, until it closes; an error is sent there too.
-
-    A thread passes plans on to the other ranks as they come, and another one collects and returns results, so that
-    nothing but rank 0's own work stands between two plans.
-    Errors: RuntimeError if the leader has gone; those of `LeadRank.receive`. Collective.
-    """
-    work: queue.SimpleQueue[bool | Exception] = queue.SimpleQueue()  # True for each plan, False for the end
-    done: queue.SimpleQueue[RowsMade | None] = queue.SimpleQueue()
-    lock = threading.Lock()
-
-    def send(message: list[RowsMade] | str) -> None:
-        with lock:
-            connection.send(message)
-
-    try:
-        for target, args in ((_pass_on, (ranks, connection, work)), (_answer, (ranks, send, done, work))):
-            threading.Thread(target=target, args=args, name="ep_moe-relay", daemon=True).start()
-        while _next(ranks, work):
-            done.put(ranks.run())
-        done.put(None)
-        _next(ranks, work)  # all results have been sent
-        ranks.close()
-    except (EOFError, ConnectionResetError, BrokenPipeError):
-        raise RuntimeError("the process that speaks HTTP has ended, its error is on stderr") from None
-    except Exception as failure:
-        cause = ranks.explain(failure)
-        with contextlib.suppress(OSError):
-            send(_message(cause))
-        if cause is failure:
-            raise
-        raise cause from failure
-
-
-def _next(ranks: LeadRank, work: "queue.SimpleQueue[bool | Exception]") -> bool:
-    """Wait for the next plan, or the end; raises what ended another thread, or that a rank is lost."""
-    while True:
-        with contextlib.suppress(queue.Empty):
-            found = work.get(timeout=SLICE_SECS)
-            if isinstance(found, Exception):
-                raise found
-            return found
-        ranks.check()
-
-
-def _pass_on(ranks: LeadRank, connection: Connection, work: "queue.SimpleQueue[bool | Exception]") -> None:
-    """Send plans from the leader to all ranks, until it closes."""
-    try:
-        while (plan := connection.recv()) is not None:
-            ranks.send(plan)
-            work.put(True)
-        work.put(False)
-    except Exception as error:  # noqa: BLE001 - rank 0 raises it
-        work.put(error)
-
-
-def _answer(
-    ranks: LeadRank,
-    send: Callable[[list[RowsMade] | str], None],
-    done: "queue.SimpleQueue[RowsMade | None]",
-    work: "queue.SimpleQueue[bool | Exception]",
-) -> None:
-    """Send results of all ranks to the leader, from those of rank 0, until None."""
-    try:
-        while (made := done.get()) is not None:
-            send(ranks.collect(made))
-        work.put(False)
-    except Exception as error:  # noqa: BLE001 - rank 0 raises it
-        work.put(error)
 
 
 def waits_by_source(before: Sequence[Sequence[float]], now: Sequence[Sequence[float]]) -> list[list[float]]:
@@ -228,13 +52,6 @@ def waits_by_source(before: Sequence[Sequence[float]], now: Sequence[Sequence[fl
     ]
 
 
-def _message(error: Exception) -> str:
-    """An error of rank 0 for clients; others name the rank themselves."""
-    if isinstance(error, PeerLostError | ServerEndedError):
-        return str(error)
-    return f"rank 0: {type(error).__name__}: {error}"
-
-
 class Leader:
     """The queue, the plans, and who gets which tokens.
 
@@ -249,7 +66,7 @@ class Leader:
         waits: [rank][source], seconds that rounds of a rank have waited for a source rank so far, as old as `load`.
     """
 
-    def __init__(self, ranks: LeadRank | RemoteRanks, limits: Limits) -> None:
+    def __init__(self, ranks: Ranks, limits: Limits) -> None:
         self.limits = limits
         self._ranks = ranks
         self.on_plan: Callable[[str, float], None] = lambda kind, secs: None
@@ -355,7 +172,7 @@ class Leader:
             return self._scheduler.cancel(ticket)
 
     def close(self) -> None:
-        """End `run` here and `follow` on the other ranks; sequences that run are cut off. Any thread."""
+        """End `run` here and `follow` on the ranks; sequences that run are cut off. Any thread."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -368,7 +185,7 @@ class Leader:
         self._drain_until = time.monotonic() + secs
 
     def run(self) -> None:
-        """Carry out plans until `close`. Errors: those of the model; PeerLostError names a lost rank. Collective.
+        """Carry out plans until `close`. Errors: ServerEndedError; those of the model if the rank is here.
 
         However it ends, every generation gets its last progress, and `submit` raises ServerEndedError from then on.
         """
@@ -382,11 +199,9 @@ class Leader:
                 error = ServerEndedError("the server was asked to end, and this request was not done in time")
             self._ranks.close()
         except Exception as failure:
-            cause = self._ranks.explain(failure)
-            error = ServerEndedError(_message(cause))
-            if cause is failure:
-                raise
-            raise cause from failure
+            ended = isinstance(failure, ServerEndedError)
+            error = failure if ended else ServerEndedError(f"rank 0: {type(failure).__name__}: {failure}")
+            raise
         finally:
             self._end(error)
 

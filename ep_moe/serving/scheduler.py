@@ -2,6 +2,7 @@
 
 Plain data and no waiting: the leader asks for plans, all ranks carry them out, the leader returns their tokens in the
 same order. A plan may be made before the tokens of the last one are there: a sequence that ends meanwhile gets none.
+Ranks may come and go (`Scheduler.regroup`): a sequence of a lost rank starts again elsewhere behind its tokens so far.
 Generations start in the order of their submission, on the rank with the fewest sequences. A prefill is one pass of at
 most M tokens of each rank. Longer prompts are prefilled in chunks, in turns, and new prompts start between two chunks.
 Prefills alternate with decode passes, so that sequences that run wait for one chunk at most; if none ran before a
@@ -13,7 +14,7 @@ import collections
 import dataclasses
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ep_moe.balance import ModelSizes
 from ep_moe.engines.transformers.decoding.adjust import MOST_LOGPROBS, MOST_PROMPT_LOGITS
@@ -64,11 +65,32 @@ class GrammarError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Generation:
-    """A sequence that a client asks for; fields as in `RowStart`. max_new_tokens None: as many as fit."""
+    """A sequence that a client asks for; fields as in `RowStart`. max_new_tokens None: as many as fit.
+
+    Args:
+        made: its tokens so far, if it has lost its row. num_known: log-probabilities of its prompt that have been told.
+    """
 
     prompt: tuple[int, ...]
     max_new_tokens: int | None = None
     sampling: Sampling = Sampling()
+    made: tuple[int, ...] = ()
+    num_known: int = 0
+
+    def start(self, row: int, prefix: tuple[int, ...]) -> RowStart:
+        """Its start in a row of a rank."""
+        assert self.max_new_tokens is not None
+        sampling = self.sampling
+        if self.made and sampling.prompt_logprobs is not None:  # which have all been told
+            sampling = dataclasses.replace(sampling, prompt_logprobs=None)
+        return RowStart(
+            row=row,
+            prompt=self.prompt + self.made,
+            max_new_tokens=self.max_new_tokens - len(self.made),
+            sampling=sampling,
+            prefix=prefix,
+            num_made=len(self.made),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,9 +156,11 @@ class _Sequence:
     ticket: int
     rank: int
     start: RowStart
+    generation: Generation
     num_filled: int = 0  # tokens of the prompt in the cache once the plans in progress are carried out
     made: list[int] = dataclasses.field(default_factory=list)
     num_coming: int = 0  # new tokens of the plans in progress, unless it ends before
+    num_prompt_logprobs: int = 0  # that its prefill has made so far
 
     @property
     def left(self) -> int:
@@ -159,6 +183,14 @@ class _Sequence:
     def to_fill(self) -> int:
         """Tokens of the prompt that are left for later prefills."""
         return len(self.start.prompt) - self.num_filled
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Planned:
+    """A plan in progress. parts: who gets tokens, in which column, and how many at most."""
+
+    plan: RowsPlan
+    parts: list[tuple[_Sequence, int, int]]
 
 
 class _Prefill:
@@ -203,9 +235,9 @@ class Scheduler:
         self._ended: list[set[int]] = [set() for _ in range(limits.num_ranks)]  # rows the ranks have not yet ended
         self._filling: list[list[_Sequence]] = [[] for _ in self._rows]  # prompts in chunks, the next one first
         self._new_first = [True] * limits.num_ranks  # whether new prompts precede those in the next prefill
-        # of each plan in progress: who gets tokens, in which column, and how many at most
-        self._planned: collections.deque[list[tuple[_Sequence, int, int]]] = collections.deque()
+        self._planned: collections.deque[_Planned] = collections.deque()
         self._delays = False  # whether the last plan was a prefill for which sequences that ran have waited
+        self._seats = tuple(range(limits.num_ranks))  # the ranks that take part; an entry of each plan for each
 
     @property
     def num_waiting(self) -> int:
@@ -220,7 +252,7 @@ class Scheduler:
     @property
     def may_start(self) -> bool:
         """Whether a generation that is submitted now may start with the next plan."""
-        return not (self._delays and any(self._decoding())) and any(None in rows for rows in self._rows)
+        return not (self._delays and any(self._decoding())) and any(None in self._rows[rank] for rank in self._seats)
 
     @property
     def decodes(self) -> bool:
@@ -331,25 +363,33 @@ class Scheduler:
             return None
         saves: tuple[tuple[tuple[int, int, int], ...], ...] = ()
         if any(self._saves):
-            saves = tuple(tuple((*block, place) for place, block in each.items()) for each in self._saves)
+            saves = tuple(tuple((*block, place) for place, block in self._saves[rank].items()) for rank in self._seats)
             self._saves = [{} for _ in self._rows]
-        ended = tuple(tuple(sorted(rows)) for rows in self._ended)
+        ended = tuple(tuple(sorted(self._ended[rank])) for rank in self._seats)
         self._ended = [set() for _ in self._ended]
+        new = tuple(tuple(starts[rank]) for rank in self._seats)
         if prefills:
-            self._plan(
-                [(seq, place, 0 if seq.to_fill else 1) for each in chunks for place, (seq, _) in enumerate(each.chunks)]
+            sizes = tuple(tuple((seq.start.row, size) for seq, size in chunks[rank].chunks) for rank in self._seats)
+            return self._plan(
+                RowsPlan(saves=saves, ended=ended, starts=new, chunks=sizes),
+                [
+                    (seq, place, 0 if seq.to_fill else 1)
+                    for each in chunks
+                    for place, (seq, _) in enumerate(each.chunks)
+                ],
             )
-            sizes = tuple(tuple((seq.start.row, size) for seq, size in each.chunks) for each in chunks)
-            return RowsPlan(saves=saves, ended=ended, starts=tuple(map(tuple, starts)), chunks=sizes)
         passes = min(self._limits.passes_per_plan, max(1, *(sequence.left for sequence in decoding)))
-        shapes = tuple(self._shape(rows, passes) for rows in self._rows)
-        self._plan([(sequence, sequence.start.row, min(passes, sequence.left)) for sequence in decoding])
-        return RowsPlan(saves=saves, ended=ended, starts=((),) * len(starts), passes=passes, shapes=shapes)
+        shapes = tuple(self._shape(self._rows[rank], passes) for rank in self._seats)
+        return self._plan(
+            RowsPlan(saves=saves, ended=ended, starts=new, passes=passes, shapes=shapes),
+            [(sequence, sequence.start.row, min(passes, sequence.left)) for sequence in decoding],
+        )
 
-    def _plan(self, planned: list[tuple[_Sequence, int, int]]) -> None:
-        self._planned.append(planned)
-        for sequence, _, count in planned:
+    def _plan(self, plan: RowsPlan, parts: list[tuple[_Sequence, int, int]]) -> RowsPlan:
+        self._planned.append(_Planned(plan=plan, parts=parts))
+        for sequence, _, count in parts:
             sequence.num_coming += count
+        return plan
 
     def _shape(self, rows: Sequence[_Sequence | None], passes: int) -> Shape:
         """Of decode passes for the rows whose prompts are complete. Others among them take part: a pass stores
@@ -396,30 +436,26 @@ class Scheduler:
             if found is None:
                 break
             rank, prefix = found
-            assert generation.max_new_tokens is not None
-            start = RowStart(
-                row=self._rows[rank].index(None),
-                prompt=generation.prompt,
-                max_new_tokens=generation.max_new_tokens,
-                sampling=generation.sampling,
-                prefix=prefix,
+            start = generation.start(self._rows[rank].index(None), prefix)
+            sequence = _Sequence(
+                ticket=ticket, rank=rank, start=start, generation=generation, num_filled=len(prefix) * BLOCK
             )
-            sequence = _Sequence(ticket=ticket, rank=rank, start=start, num_filled=len(prefix) * BLOCK)
             self._rows[rank][start.row] = sequence
             prefills[rank].add(sequence)
             if sequence.to_fill:
                 self._filling[rank].append(sequence)
             starts[rank].append(start)
             del self._waiting[ticket]
-            self.waits.append(time.monotonic() - since)
+            if not generation.made:
+                self.waits.append(time.monotonic() - since)
 
     def _place(self, generation: Generation, prefills: Sequence[_Prefill]) -> tuple[int, tuple[int, ...]] | None:
         """The rank for a generation, and the blocks of its prompt there; None if no rank can take it now."""
-        free = [rank for rank, rows in enumerate(self._rows) if None in rows]
+        free = [rank for rank in self._seats if None in self._rows[rank]]
         prefixes = {rank: self._prefix(rank, generation) for rank in free}
         num_running = {rank: sum(row is not None for row in self._rows[rank]) for rank in free}
         for rank in sorted(free, key=lambda rank: (num_running[rank], -len(prefixes[rank]))):
-            left = len(generation.prompt) - len(prefixes[rank]) * BLOCK
+            left = len(generation.prompt) + len(generation.made) - len(prefixes[rank]) * BLOCK
             if prefills[rank].takes(generation.sampling, left):
                 return rank, prefixes[rank]
         return None
@@ -427,15 +463,21 @@ class Scheduler:
     def _prefix(self, rank: int, generation: Generation) -> tuple[int, ...]:
         """The blocks of a prompt that a rank has. Its last token is computed in any case, and so are all whose
         log-probabilities are asked for."""
-        if generation.sampling.prompt_logprobs is not None:
+        if generation.sampling.prompt_logprobs is not None and not generation.made:
             return ()
-        return tuple(self._prefixes[rank].find(generation.prompt[:-1]))
+        return tuple(self._prefixes[rank].find((generation.prompt + generation.made)[:-1]))
 
     def take(self, made: Sequence[RowsMade]) -> list[tuple[int, Progress]]:
         """What the oldest plan in progress has made, by rank; returns (ticket, progress) pairs."""
+        return self._take(self._planned.popleft(), dict(zip(self._seats, made, strict=True)))
+
+    def _take(self, planned: _Planned, made: Mapping[int, RowsMade]) -> list[tuple[int, Progress]]:
+        """What some ranks have made of a plan."""
         found = []
-        for sequence, column, count in self._planned.popleft():
+        for sequence, column, count in planned.parts:
             rank, row = sequence.rank, sequence.start.row
+            if rank not in made:
+                continue
             sequence.num_coming -= count
             if self._rows[rank][row] is not sequence:
                 continue  # it has ended meanwhile
@@ -461,11 +503,75 @@ class Scheduler:
                 self._keep(sequence)
             logprobs = tuple(made[rank].logprobs.get(column, ())[: len(new)])
             prompt = tuple(made[rank].prompts.get(column, ()))
+            told = max(sequence.generation.num_known - sequence.num_prompt_logprobs, 0)
+            sequence.num_prompt_logprobs += len(prompt)
+            prompt = prompt[told:]
             if new or prompt:
-                cached = len(sequence.start.prefix) * BLOCK
+                cached = 0 if sequence.generation.made else len(sequence.start.prefix) * BLOCK
                 progress = Progress(tokens=new, logprobs=logprobs, prompt_logprobs=prompt, cached=cached, finish=finish)
                 found.append((sequence.ticket, progress))
         return found
+
+    def regroup(
+        self, seats: Sequence[int], answers: Mapping[int, Sequence[RowsMade]]
+    ) -> tuple[list[tuple[int, Progress]], int]:
+        """Go on with other ranks.
+
+        A rank that stays keeps its sequences. Those of other ranks wait at the head of the queue and go on elsewhere,
+        with their tokens so far as a part of their prompt.
+
+        Args:
+            seats: the ranks from now on, as numbered by the limits, ascending.
+            answers: of those among them that stay: what the oldest plans in progress have made there. The other plans
+                in progress have had no effect but to the prefix cache, and are made anew.
+        Returns: as `take`, from these answers; and how many sequences have lost their row.
+        """
+        found, plans, lost = [], list(self._planned), list[_Sequence]()
+        self._planned.clear()
+        for index, planned in enumerate(plans):
+            found += self._take(planned, {rank: each[index] for rank, each in answers.items() if index < len(each)})
+        for index, planned in enumerate(plans):
+            for place, rank in enumerate(self._seats):
+                if index >= len(answers.get(rank, plans)):
+                    lost += self._undo(planned, place, rank)
+        for rank in {*range(len(self._rows))} - answers.keys():
+            lost += [sequence for sequence in self._rows[rank] if sequence is not None]
+            self._rows[rank] = [None] * self._limits.num_rows
+            self._forget(rank)
+            self._ended[rank], self._filling[rank] = set(), []
+        self._seats = tuple(seats)
+        again = {sequence.ticket: (self._unfinished(sequence), time.monotonic()) for sequence in lost}
+        self._waiting = collections.OrderedDict({**dict(sorted(again.items())), **self._waiting})
+        return found, len(again)
+
+    def _undo(self, planned: _Planned, place: int, rank: int) -> list[_Sequence]:
+        """Take back a plan that a rank has not carried out; returns the sequences that it would have begun."""
+        plan, rows, filling = planned.plan, self._rows[rank], self._filling[rank]
+        for sequence, column, count in planned.parts:
+            if sequence.rank == rank:
+                sequence.num_coming -= count
+                sequence.num_filled -= plan.chunks[place][column][1] if plan.chunks else 0
+                if sequence.to_fill and rows[sequence.start.row] is sequence and sequence not in filling:
+                    filling.append(sequence)
+        self._ended[rank] |= {*plan.ended[place]}
+        if plan.saves and plan.saves[place]:  # it is not known whether the rank has copied these blocks
+            self._forget(rank)
+        begun = [each for start in plan.starts[place] if (each := rows[start.row]) is not None and each.start is start]
+        for sequence in begun:
+            rows[sequence.start.row] = None
+            filling.remove(sequence)
+        return begun
+
+    def _forget(self, rank: int) -> None:
+        """Empty the prefix cache of a rank."""
+        self._prefixes[rank], self._saves[rank] = PrefixBlocks(self._limits.prefix_blocks), {}
+
+    @staticmethod
+    def _unfinished(sequence: _Sequence) -> Generation:
+        """What is left of a sequence that has lost its row."""
+        before, known = sequence.generation, sequence.num_prompt_logprobs
+        made = before.made + tuple(sequence.made)
+        return dataclasses.replace(before, made=made, num_known=max(before.num_known, known))
 
     def _ends(self, sequence: _Sequence) -> tuple[int, ...]:
         sampling = sequence.start.sampling

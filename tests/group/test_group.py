@@ -1,6 +1,5 @@
 """A group names the lost rank, whichever it is and however it was lost."""
 
-import contextlib
 import dataclasses
 import json
 import multiprocessing
@@ -10,7 +9,6 @@ import re
 import socket
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,12 +21,12 @@ from helpers.lost import be_lost, record, recorded
 from ep_moe.config import GroupConfig
 from ep_moe.engines.transformers.decoding.passes import MESSAGES, Logprob, RowsMade, RowsPlan, RowStart, Sampling, Shape
 from ep_moe.environment import SECRET, LaunchEnv
-from ep_moe.group import EPGroup, PeerLostError, store
+from ep_moe.group import EPGroup, PeerLostError, StorePlace, store
 from ep_moe.group.joining import check_nodes
 from ep_moe.group.watch import Watch
 from ep_moe.group.wire import decode, encode
 from ep_moe.launch import RankFailedError, launch, run_rank
-from ep_moe.serving.channel import PlanChannel
+from ep_moe.serving.channel import RankChannel
 from ep_moe.serving.scheduler import Generation
 
 CONFIG = GroupConfig(timeout_secs=3.0, heartbeat_secs=0.2)
@@ -167,9 +165,8 @@ def write_as_a_stranger(folder: str, num_ranks: int) -> None:
     assert len(names) == 2
     forged = encode(RowsPlan(ended=((0, 1, 2, 3),) * num_ranks, starts=((),) * num_ranks))
     for message in (pickle.dumps(Executed(folder)), forged, encode((1, [[7]]))):
-        for name in (f"{name}/store/{number}" for name in names for number in range(1, 4)):
-            for rank in range(num_ranks):
-                told.queue_push(f"{name}/plans/{rank}", message)
+        for name in ("serving", *(f"{name}/serving" for name in names)):
+            told.queue_push(f"{name}/orders/1/{os.getpid()}", message)
             told.queue_push(f"{name}/answers", message)
     foreign.set("ep_moe/deaths", json.dumps([[0, "was forged"]]))
     foreign.set("ep_moe/world/0/watch/failure", json.dumps([[0], "plan", 1, "was forged"]))
@@ -193,18 +190,10 @@ def test_without_a_secret_what_strangers_write_is_a_named_error(tmp_path: Path) 
     """As under torchrun, which has nothing that its ranks alone know."""
     shared = store.serve_store("127.0.0.1", 0, 5.0)
     foreign: Any = dist.TCPStore("127.0.0.1", shared.port, wait_for_workers=False)
-    names = iter(["plans", "answers"])
-    group: Any = SimpleNamespace(
-        rank=1,
-        num_ranks=2,
-        connect_store=lambda: dist.PrefixStore(next(names), shared.clone()),
-        check=lambda: None,
-        waiting=lambda *_: contextlib.nullcontext(),
-    )
-    channel = PlanChannel(group)
-    foreign.queue_push("plans/plans/1", pickle.dumps(Executed(str(tmp_path / "read"))))
+    channel = RankChannel(StorePlace(host="127.0.0.1", port=shared.port, secret=""), 1)
+    foreign.queue_push(f"serving/orders/1/{os.getpid()}", pickle.dumps(Executed(str(tmp_path / "read"))))
     with pytest.raises(ValueError, match="is nothing that a rank has sent"):
-        channel.receive()
+        channel.receive(10)
     assert not (tmp_path / "read").exists()
     watch = Watch(dist.PrefixStore("w", shared), rank=0, world_ranks=(0,), config=CONFIG, local_rank=0, secret="")
     watch.meet(5.0)

@@ -1,19 +1,23 @@
 """A stand-in for the rows of a model, and ranks that serve with it; no module here takes long to import."""
 
+import copy
 import dataclasses
+import multiprocessing
 import os
 import signal
 import threading
-from pathlib import Path
 
 import pytest
 
 from ep_moe.engines.transformers.decoding.fixed_cache import BLOCK
 from ep_moe.engines.transformers.decoding.passes import Logprob, RowsMade, RowsPlan, RowStart, Sampling
 from ep_moe.engines.transformers.decoding.sequences import BROKEN, NONE
-from ep_moe.group import EPGroup
+from ep_moe.group import EPGroup, StorePlace
 from ep_moe.placement import Placement
-from ep_moe.serving.core import Leader, LeadRank, ServerEndedError, follow
+from ep_moe.serving.channel import RankChannel, Ready
+from ep_moe.serving.core import Leader
+from ep_moe.serving.rank import follow
+from ep_moe.serving.ranks import ServerEndedError, StoreRanks
 from ep_moe.serving.scheduler import Generation, Limits, Progress
 
 LIMITS = Limits(
@@ -74,6 +78,18 @@ class FakeRows:
         self._cells = [[NONE] * (2 * limits.num_positions) for _ in range(limits.num_rows)]
         self._positions = [0] * limits.num_rows  # at which decode passes store, live or not
         self._places = [[NONE] * BLOCK for _ in range(limits.prefix_blocks)]
+
+    def regroup(self, rank: int) -> None:
+        """See `RowDecoder.regroup`."""
+        self._rank = rank
+
+    def interrupt(self, plan: RowsPlan) -> None:
+        """A plan that fails at its end: the cache has changed, what rows are about has not."""
+        names = "_live", "_sampling", "_starts", "_positions"
+        before = {name: copy.deepcopy(getattr(self, name)) for name in names}
+        self._run(plan)
+        for name, value in before.items():
+            setattr(self, name, value)
 
     def run(self, plan: RowsPlan) -> RowsMade:
         """See `RowDecoder.run`."""
@@ -141,19 +157,36 @@ class FakeRows:
         return token
 
 
-def lead(group: EPGroup, act: str, folder: Path | None = None) -> list[list[int]]:
-    """Serve with fake rows; rank 1 kills itself if `act` says so, and rank 0 touches a file once it has said so.
+def serve_fake(group: EPGroup) -> None:
+    """A rank that serves with fake rows."""
+    limits = dataclasses.replace(LIMITS, num_ranks=group.num_ranks)
+    channel = RankChannel(StorePlace.from_env(), group.rank)
+    channel.answer(0, Ready(limits=limits))
+    follow(channel, group, FakeRows(limits, group.rank))
+
+
+def lead(group: EPGroup, act: str) -> list[list[int]]:
+    """Serve with fake rows, rank 0 with a leader beside; rank 1 kills itself if `act` says so.
 
     Returns what the generations got.
     """
-    limits = dataclasses.replace(LIMITS, num_ranks=group.num_ranks)
-    rows = FakeRows(limits, group.rank)
     if group.rank:
         if act == "die":
             threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
-        follow(group, rows)
+        serve_fake(group)
         return []
-    leader = Leader(LeadRank(group, rows), limits)
+    starter, connection = multiprocessing.Pipe()
+    ranks = StoreRanks(StorePlace.from_env(), group.num_ranks, starter=connection, timeout_secs=20)
+
+    def serve() -> None:
+        try:
+            serve_fake(group)
+        except RuntimeError as error:
+            starter.send(str(error))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    leader = Leader(ranks, ranks.wait_until_ready())
     found: list[list[Progress]] = []
     ended = threading.Semaphore(0)
 
@@ -180,10 +213,9 @@ def lead(group: EPGroup, act: str, folder: Path | None = None) -> list[list[int]
     if act == "close":
         leader.run()
     else:  # idle by the time of the death
-        with pytest.raises(RuntimeError, match="rank 1 was killed by SIGKILL"):
+        with pytest.raises(ServerEndedError, match="rank 1 was killed by SIGKILL"):
             leader.run()
     with pytest.raises(ServerEndedError, match="closed" if act == "close" else "rank 1 was killed"):
         submit(Generation(prompt=(1,)))
-    if folder is not None:
-        (folder / "named").touch()
+    thread.join(10)
     return [[token for progress in mine for token in progress.tokens] for mine in found[:20]]

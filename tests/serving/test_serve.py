@@ -458,7 +458,7 @@ def test_ranks_that_end_with_the_server_are_no_error_after_sigterm(
 ) -> None:
     """A service manager may signal all processes; a rank that dies by itself is an error."""
 
-    def on_ranks(*args: Any) -> None:
+    def on_ranks(*args: Any, front: Any) -> None:
         with terminable():
             os.kill(os.getpid(), signal.SIGTERM if asked else 0)
         raise RankFailedError(0, "Died", "was killed by SIGTERM", "", {0: "was killed by SIGTERM"})

@@ -18,12 +18,12 @@ from ep_moe.app.serve import bind
 from ep_moe.app.start import SHIPPED_MODEL
 from ep_moe.engines.transformers.decoding.passes import RowsMade, RowsPlan
 from ep_moe.grammar import Compiler, Vocabulary
-from ep_moe.group import EPGroup
 from ep_moe.serving.answers import AnswerParser, calls_grammar, response_template
-from ep_moe.serving.core import Leader, LeadRank
+from ep_moe.serving.core import Leader
 from ep_moe.serving.http import run_beside
 from ep_moe.serving.job import Service
 from ep_moe.serving.metrics import Metrics
+from ep_moe.serving.ranks import OneRank
 from ep_moe.serving.scheduler import BadRequestError, Limits
 
 # as Qwen's, shortened
@@ -118,7 +118,7 @@ def known_template(tokenizer: Any, model_type: str) -> Any:
 def serving(tokenizer: Any, template: Any) -> Iterator[openai.OpenAI]:
     """A server at a port with `SayingRows`; yields a client of it."""
     few = dataclasses.replace(LIMITS, num_ranks=1, num_positions=4096, max_prefill_tokens=2000)
-    leader = Leader(LeadRank(EPGroup.single("cpu"), SayingRows(few, 0)), few)
+    leader = Leader(OneRank(SayingRows(few, 0)), few)
     service = Service(
         leader=leader, tokenizer=tokenizer, name="fake", metrics=Metrics(leader), response_template=template
     )

@@ -42,7 +42,7 @@ class Adjustments:
         return [self._seen, self._counts, self._allowed]
 
     def begin(self, starts: Sequence[RowStart]) -> None:
-        """Set the state of sequences in consecutive rows before their first token. Local, no host sync."""
+        """Set the state of sequences in consecutive rows before their next token. Local, no host sync."""
         here = slice(starts[0].row, starts[0].row + len(starts))
         for tensor in (self._seen, self._counts, self._bias):
             tensor[here].zero_()
@@ -50,13 +50,16 @@ class Adjustments:
         each = [start.sampling for start in starts]
         penalties = [[s.repetition_penalty, s.presence_penalty, s.frequency_penalty] for s in each]
         self._penalties[:, here].copy_(torch.tensor(penalties, device="cpu").T, non_blocking=True)
-        may_end = [start.max_new_tokens - start.sampling.min_tokens for start in starts]
+        may_end = [start.max_new_tokens + start.num_made - start.sampling.min_tokens for start in starts]
         self._may_end[here].copy_(torch.tensor(may_end, device="cpu"), non_blocking=True)
         device = self._bias.device
         for start in starts:
             if start.sampling.repetition_penalty != 1:
                 prompt = torch.tensor(start.prompt, device="cpu").to(device, non_blocking=True)
                 self._seen[start.row].index_fill_(0, prompt, True)
+            if start.num_made:
+                made = torch.tensor(start.made, device="cpu").to(device, non_blocking=True)
+                self._counts[start.row].index_add_(0, made, torch.ones_like(made, dtype=torch.int32))
             if start.sampling.logit_bias:
                 tokens, values = zip(*start.sampling.logit_bias, strict=True)
                 place = torch.tensor(tokens, device="cpu").to(device, non_blocking=True)

@@ -72,12 +72,14 @@ class RowGrammars:
         self._taken.clear()
 
     def begin(self, start: RowStart) -> torch.Tensor | None:
-        """The mask of a sequence's first token, [W] int32, a bit for each token; None without a grammar."""
+        """The mask of a sequence's next token, [W] int32, a bit for each token; None without a grammar."""
         prepared = self._prepared.pop(start.row, None)
         self.drop([start.row])
         if not start.sampling.grammar:
             return None
         matcher = self._compiler.matcher(start.sampling.grammar) if prepared is None else prepared.result()
+        for token in start.made:
+            matcher.consume_token(token)
         self._matchers[start.row] = matcher, () if start.sampling.ignore_end else self._ends
         mask, _ = self._next(start.row)
         return torch.zeros(self._num_words, dtype=torch.int32, device="cpu") if mask is None else mask

@@ -104,6 +104,8 @@ class RowStart:
     Args:
         row: its index, in which no sequence runs. prompt: token ids, one or more. max_new_tokens: 1 or more.
         prefix: places in the prefix cache of the blocks that the prompt begins with, not all of it.
+        num_made: so many tokens at the end of the prompt are the sequence's own, of a row that is lost: penalties,
+            `min_tokens` and the grammar go on from there.
     """
 
     row: int
@@ -111,6 +113,12 @@ class RowStart:
     max_new_tokens: int
     sampling: Sampling = Sampling()
     prefix: tuple[int, ...] = ()
+    num_made: int = 0
+
+    @property
+    def made(self) -> tuple[int, ...]:
+        """These tokens."""
+        return self.prompt[len(self.prompt) - self.num_made :]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
