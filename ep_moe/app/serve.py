@@ -55,6 +55,7 @@ class ServeConfig:
         Field(help="Decode by CUDA graphs, by default on GPUs where the transport allows it; a log line tells why not"),
     ] = None
 
+    restarts: Annotated[int, Field(help="Times that a dead rank is started again", at_least=0)] = 3
     drain_secs: Annotated[
         float,
         Field(help="On SIGTERM, seconds that running requests have to end; new ones are refused", at_least=0),
@@ -137,7 +138,7 @@ def serve(engine: EngineConfig, config: ServeConfig, rebalance: RebalanceConfig 
     target = "ep_moe.app.serve_rank:serve_rank_main"
     if engine.ray or LaunchEnv.from_environ() is not None:
         return on_ranks(target, engine, config, rebalance)
-    from ep_moe.launch import RankFailedError, start_server  # which imports torch
+    from ep_moe.launch import Front, RankFailedError, start_server  # which imports torch
     from ep_moe.launch.signals import first_sigterm
 
     start_server(PRELOAD if pick_device(engine) == "cpu" else ())
@@ -150,7 +151,14 @@ def serve(engine: EngineConfig, config: ServeConfig, rebalance: RebalanceConfig 
 
         try:
             with first_sigterm(drain):
-                on_ranks(target, engine, config, rebalance, True, front=connection)
+                on_ranks(
+                    target,
+                    engine,
+                    config,
+                    rebalance,
+                    True,
+                    front=Front(connection=connection, restarts=config.restarts),
+                )
         except RankFailedError:
             if asked:  # the ranks had the signal too, as some service managers send it
                 raise SystemExit(128 + signal.SIGTERM) from None

@@ -22,9 +22,9 @@ from ep_moe.engines.transformers.decoding import RowDecoder, end_ids_of, uses_gr
 from ep_moe.engines.transformers.decoding.grammars import RowGrammars
 from ep_moe.grammar import is_installed
 from ep_moe.group import EPGroup, StorePlace
-from ep_moe.serving.channel import RankChannel, Ready
+from ep_moe.serving.channel import Joined, RankChannel, Ready
 from ep_moe.serving.core import Leader
-from ep_moe.serving.rank import follow
+from ep_moe.serving.rank import Member, follow
 from ep_moe.serving.ranks import ServerEndedError, StoreRanks
 from ep_moe.serving.scheduler import Limits
 
@@ -42,66 +42,105 @@ def serve_rank_main(
     """
     with contextlib.ExitStack() as ends:
         check: Callable[[], None] = lambda: None  # noqa: E731
-        if group.rank == 0:
+        if group.rank == 0 and not group.standby:
             sys.stderr.write(f"loading {model_dir(engine)}\n")
         if group.rank == 0 and not has_front:
             listener = bind(config.host, config.port)
             front, process = ends.enter_context(front_end(listener, engine, config, "spawn"))
-            front.send((StorePlace.from_env(), group.num_ranks))
+            front.send((StorePlace.from_env(), group.num_ranks, False))
 
             def check() -> None:
                 if not process.is_alive():
                     raise RuntimeError("the process that speaks HTTP has ended, its error is on stderr")
 
-        _serve(group, engine, config, rebalance, check)
+        _serve(group, engine, config, rebalance, check, has_front)
     return {}
 
 
-def _serve(
-    group: EPGroup, engine: EngineConfig, config: ServeConfig, rebalance: RebalanceConfig, check: Callable[[], None]
-) -> None:
-    tokenizer = load_tokenizer(engine)
-    with progress_bar(group), group.guard("load"):
-        model, session = load_expert_parallel(group, engine)
-    reason = why_not_fixed(model)
-    if reason:
-        raise ValueError(f"{model_dir(engine)} cannot be served: {reason}")
-    num_rows, num_positions = config.max_rows, _num_positions(model, config)
-    end_ids, vocab_size = end_ids_of(model, tokenizer), model.get_input_embeddings().weight.shape[0]
-    with progress_bar(group), group.guard("warm up"):
-        grammars, reason = _grammars(tokenizer, vocab_size, end_ids)
-        no_grammars = next(filter(None, group.all_gather_object(reason)), "")
-        rows = RowDecoder(
-            model,
-            num_rows=num_rows,
-            num_positions=num_positions,
-            end_ids=end_ids,
-            graphs=uses_graphs(model, config.decode_graphs),
-            grammars=grammars,
-            prefix_rows=config.prefix_rows,
+class _Member(Member):
+    """A rank with a model.
+
+    Args:
+        regroups: as of `Member`.
+    """
+
+    def __init__(
+        self, group: EPGroup, engine: EngineConfig, config: ServeConfig, rebalance: RebalanceConfig, regroups: bool
+    ) -> None:
+        super().__init__(group, None)
+        self._engine, self._config, self._rebalance, self.regroups = engine, config, rebalance, regroups
+        self._tokenizer = load_tokenizer(engine)
+        with progress_bar(group), group.guard("load"):
+            self.model, self.session = load_expert_parallel(group, engine)
+        reason = why_not_fixed(self.model)
+        if reason:
+            raise ValueError(f"{model_dir(engine)} cannot be served: {reason}")
+        self.end_ids = end_ids_of(self.model, self._tokenizer)
+        self.vocab_size = self.model.get_input_embeddings().weight.shape[0]
+        self.num_positions = _num_positions(self.model, config)
+        self.grammars, self.no_grammars = _grammars(self._tokenizer, self.vocab_size, self.end_ids)
+
+    def make_rows(self) -> RowDecoder:
+        """The rows of this rank. Collective."""
+        self.rows: RowDecoder = RowDecoder(
+            self.model,
+            num_rows=self._config.max_rows,
+            num_positions=self.num_positions,
+            end_ids=self.end_ids,
+            graphs=uses_graphs(self.model, self._config.decode_graphs),
+            grammars=self.grammars,
+            prefix_rows=self._config.prefix_rows,
         )
-        rows.warmup()
-        start_rebalancing(session, rebalance)  # behind passes that warm up, which are no load
-    if config.prefix_rows and not rows.prefix_blocks and group.rank == 0:
-        _log.warning("prefixes are not kept: layers with a sliding window forget keys and values")
-    limits = Limits(
-        num_ranks=group.num_ranks,
-        num_rows=num_rows,
-        num_positions=num_positions,
-        max_prefill_tokens=session.transport.config.max_tokens_per_rank,
-        max_waiting=config.max_waiting,
-        passes_per_plan=config.passes_per_plan,
-        vocab_size=vocab_size,
-        end_ids=end_ids,
-        placements=session.placements,
-        sizes=model_sizes(engine),
-        no_grammars=no_grammars,
-        prefix_blocks=rows.prefix_blocks,
-    )
-    channel = RankChannel(StorePlace.from_env(), group.rank)
+        return self.rows
+
+    def regroup(self, epoch: int, seats: tuple[int, ...]) -> Joined:
+        """See `Member`."""
+        self.group = self.group.latest.regroup(epoch, seats)
+        self.session.regroup(self.group)
+        forgotten: tuple[int, ...] = ()
+        if self.rows is None:
+            self.make_rows()
+        else:
+            forgotten = self.rows.regroup()
+        start_rebalancing(self.session, self._rebalance)
+        return Joined(forgotten=forgotten, placements=self.session.placements)
+
+
+def _serve(
+    group: EPGroup,
+    engine: EngineConfig,
+    config: ServeConfig,
+    rebalance: RebalanceConfig,
+    check: Callable[[], None],
+    regroups: bool,
+) -> None:
+    member = _Member(group, engine, config, rebalance, regroups)
+    channel, limits = RankChannel(StorePlace.from_env(), group.seat), None
+    if not group.standby:
+        with progress_bar(group), group.guard("warm up"):
+            no_grammars = next(filter(None, group.all_gather_object(member.no_grammars)), "")
+            rows = member.make_rows()
+            rows.warmup()
+            start_rebalancing(member.session, rebalance)  # behind passes that warm up, which are no load
+        if config.prefix_rows and not rows.prefix_blocks and group.rank == 0:
+            _log.warning("prefixes are not kept: layers with a sliding window forget keys and values")
+        limits = Limits(
+            num_ranks=group.num_ranks,
+            num_rows=config.max_rows,
+            num_positions=member.num_positions,
+            max_prefill_tokens=member.session.transport.config.max_tokens_per_rank,
+            max_waiting=config.max_waiting,
+            passes_per_plan=config.passes_per_plan,
+            vocab_size=member.vocab_size,
+            end_ids=member.end_ids,
+            placements=member.session.placements,
+            sizes=model_sizes(engine),
+            no_grammars=no_grammars,
+            prefix_blocks=rows.prefix_blocks,
+        )
     channel.answer(0, Ready(limits=limits))
-    follow(channel, group, rows, check=check)
-    session.destroy()
+    follow(channel, member, check=check)
+    member.session.destroy()
 
 
 def _grammars(tokenizer: Any, vocab_size: int, end_ids: tuple[int, ...]) -> tuple[RowGrammars | None, str]:

@@ -15,10 +15,8 @@ from ep_moe.config import EngineConfig
 from ep_moe.environment import LaunchEnv
 
 if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-
     from ep_moe.group import EPGroup
-    from ep_moe.launch import Target
+    from ep_moe.launch import Front, Target
     from ep_moe.launch.ray_cluster import NodeRanks
     from ep_moe.weights import Checkpoint
 
@@ -74,7 +72,7 @@ def pick_device(engine: EngineConfig) -> str:
     return "cpu"
 
 
-def on_ranks(target: "Target", engine: EngineConfig, *args: Any, front: "Connection | None" = None) -> dict[str, Any]:
+def on_ranks(target: "Target", engine: EngineConfig, *args: Any, front: "Front | None" = None) -> dict[str, Any]:
     """Run `target(group, engine, *args)` on every rank and return rank 0's report.
 
     Starts `num_local_ranks` ranks on this machine, or on each of `engine.nodes` nodes of a Ray cluster; under torchrun

@@ -4,8 +4,19 @@ A launcher serves the store through which the ranks join in a process that outli
 for the surviving ranks.
 """
 
-from ep_moe.launch.local import launch, start_server
+from ep_moe.launch.local import KEEP, Ended, Front, FrontFailedError, launch, start_server
 from ep_moe.launch.outcomes import RankFailedError, RankTraceback
 from ep_moe.launch.rank import Target, run_rank
 
-__all__ = ["RankFailedError", "RankTraceback", "Target", "launch", "run_rank", "start_server"]
+__all__ = [
+    "KEEP",
+    "Ended",
+    "Front",
+    "FrontFailedError",
+    "RankFailedError",
+    "RankTraceback",
+    "Target",
+    "launch",
+    "run_rank",
+    "start_server",
+]

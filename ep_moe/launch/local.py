@@ -6,6 +6,8 @@ for the surviving ranks. Ranks are forked by a server that has torch loaded, so 
 
 import contextlib
 import ctypes
+import dataclasses
+import functools
 import multiprocessing
 import os
 import secrets
@@ -14,7 +16,7 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_any
@@ -28,7 +30,7 @@ from ep_moe.config import GroupConfig
 from ep_moe.environment import SECRET
 from ep_moe.fields import require, shown
 from ep_moe.group import DEATHS_KEY, DEFAULT_CONFIG, StorePlace, secret_key, serve_store
-from ep_moe.launch.outcomes import Outcomes
+from ep_moe.launch.outcomes import Failure, Outcomes
 from ep_moe.launch.rank import Target, call_payload, rank_environ, read_outcome, run_pickled
 from ep_moe.launch.signals import held_back, terminable
 
@@ -48,7 +50,7 @@ def launch(
     env: Mapping[str, str] | None = None,
     preload: Sequence[str] = (),
     grace_secs: float = 5.0,
-    front: Connection | None = None,
+    front: "Front | None" = None,
 ) -> list[Any]:
     """Start ranks on this machine, call `target(group, *args)` in each and return their results.
 
@@ -67,8 +69,7 @@ def launch(
             process's environment without `env`, and must not touch CUDA, which does not survive a fork. Only a
             process's first launch, which starts the server, uses it; a module that is not found is left to the ranks.
         grace_secs: how long the other ranks may take to end after the first failure, before SIGTERM and SIGKILL.
-        front: a connection to a process that is no rank and uses the ranks' store; it is sent the `StorePlace` and
-            num_ranks, as a tuple.
+        front: a process that is no rank, and may keep the ranks going when some of them die.
     Returns: the results in rank order.
     Errors: RankFailedError; ValueError, before anything starts, for num_ranks below 1, a target or argument that cannot
     be pickled, such as a lambda, and other bad arguments; KeyboardInterrupt and, for SIGTERM, SystemExit(143) in the
@@ -81,12 +82,10 @@ def launch(
         require(isinstance(name, str) and isinstance(value, str), f"env has {shown(name)}: {shown(value)}, no texts")
     _open_standard_descriptors()
     store = serve_store(HOST, 0, config.timeout_secs)
-    ranks = _Ranks(store, num_ranks, grace_secs)
+    ranks = _Ranks(store, num_ranks, grace_secs, front)
     with terminable():
         try:
             ranks.start(payload, dict(os.environ) | added, preload)
-            if front is not None:
-                front.send((ranks.place, num_ranks))
             return ranks.collect()
         finally:
             # for about a second at most
@@ -137,78 +136,192 @@ def _open_standard_descriptors() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Front:
+    """A process beside the ranks of a launch, connected to the launcher, that uses their store.
+
+    It is sent (`StorePlace`, num_ranks, True) at the start. It may send KEEP, after which a rank that ends does not end
+    the others; (seat, process, secs), to kill that rank then; or a text, the error that ends the launch. After KEEP it
+    is sent an `Ended` for each rank that ends by an error, which is then started again on standby, as
+    `EPGroup.on_standby` has it. Once it has ended itself, so do the ranks, and there are no results.
+
+    Args:
+        restarts: how often each rank is started again, with pauses that double; a rank that has run for CALM_SECS
+            counts from none again.
+    """
+
+    connection: Connection
+    restarts: int = 0
+
+
+KEEP = "keep"
+CALM_SECS = 600.0
+PAUSE_SECS, LONGEST_PAUSE_SECS = 0.5, 30.0  # before a rank is started again for the first time; at most
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """How a rank has ended. again: seconds until it is started again, None if it is not."""
+
+    seat: int
+    process: int
+    how: str
+    again: float | None
+
+
+class FrontFailedError(RuntimeError):
+    """The error by which a `Front` has ended the launch."""
+
+
 class _Ranks:
     """The processes of one launch."""
 
-    def __init__(self, store: dist.TCPStore, num_ranks: int, grace_secs: float) -> None:
+    def __init__(self, store: dist.TCPStore, num_ranks: int, grace_secs: float, front: Front | None) -> None:
+        self._front = front
+        self._connection = None if front is None else front.connection
+        self._starts = [(0, 0.0)] * num_ranks  # how often each rank was started again, and when
+        self._due: list[tuple[float, Callable[[], None]]] = []
+        self._waiting: set[int] = set()  # ranks that will be started again
         self._store = store
         self._num_ranks = num_ranks
         self._secret = secrets.token_hex(16)
         self._outcomes = Outcomes(num_ranks, grace_secs)
-        self._processes: list[BaseProcess] = []
-        self._pipes: list[Connection] = []
-
-    @property
-    def place(self) -> StorePlace:
-        """Where the store is."""
-        return StorePlace(host=HOST, port=self._store.port, secret=self._secret)
+        self._processes: dict[int, BaseProcess] = {}
+        self._pipes: dict[int, Connection] = {}
 
     def start(self, payload: bytes, environ: dict[str, str], preload: Sequence[str] = ()) -> None:
         start_server(preload)
-        context, num_ranks = multiprocessing.get_context("forkserver"), self._num_ranks
         if "OMP_NUM_THREADS" not in environ:
-            environ["OMP_NUM_THREADS"] = str(max(1, _num_cores() // num_ranks))
-        for rank in range(num_ranks):
-            store = {"MASTER_ADDR": HOST, "MASTER_PORT": str(self._store.port), SECRET: self._secret}
-            place = environ | rank_environ(rank, num_ranks, rank, num_ranks) | store
-            receiver, sender = context.Pipe(duplex=False)
-            # the fork server has the stderr of its own start; ours reaches the child as the descriptor of a connection
-            closed = sys.__stderr__ is None  # since this process began: another file may have its number
-            stderr = Connection(os.open(os.devnull, os.O_WRONLY) if closed else os.dup(2), readable=False)
-            process = context.Process(target=_child, args=(sender, stderr, place, payload), name=f"ep_moe-rank{rank}")
-            self._pipes.append(receiver)
-            self._processes.append(process)
-            try:
-                with _unseen_main(b"__main__" in payload):
-                    process.start()
-            except (EOFError, ConnectionError) as error:
-                names = ", ".join(preload) or "none"
-                raise RuntimeError(
-                    f"the server that forks ranks has ended, its error is on stderr (modules to preload: {names})"
-                ) from error
-            sender.close()
-            stderr.close()
+            environ["OMP_NUM_THREADS"] = str(max(1, _num_cores() // self._num_ranks))
+        store = {"MASTER_ADDR": HOST, "MASTER_PORT": str(self._store.port), SECRET: self._secret}
+        self._payload, self._environ, self._preload = payload, environ | store, ", ".join(preload) or "none"
+        if self._connection is not None:
+            place = StorePlace(host=HOST, port=self._store.port, secret=self._secret)
+            self._connection.send((place, self._num_ranks, True))
+        for rank in range(self._num_ranks):
+            self._begin(rank)
+
+    def _begin(self, rank: int, *, standby: bool = False) -> None:
+        """Start the process of a rank."""
+        context, num_ranks = multiprocessing.get_context("forkserver"), self._num_ranks
+        place = self._environ | rank_environ(rank, num_ranks, rank, num_ranks, standby=standby)
+        receiver, sender = context.Pipe(duplex=False)
+        # the fork server has the stderr of its own start; ours reaches the child as the descriptor of a connection
+        closed = sys.__stderr__ is None  # since this process began: another file may have its number
+        stderr = Connection(os.open(os.devnull, os.O_WRONLY) if closed else os.dup(2), readable=False)
+        args = (sender, stderr, place, self._payload)
+        process = context.Process(target=_child, args=args, name=f"ep_moe-rank{rank}")
+        self._pipes[rank], self._processes[rank] = receiver, process
+        try:
+            with _unseen_main(b"__main__" in self._payload):
+                process.start()
+        except (EOFError, ConnectionError) as error:
+            raise RuntimeError(
+                f"the server that forks ranks has ended, its error is on stderr (modules to preload: {self._preload})"
+            ) from error
+        sender.close()
+        stderr.close()
+
+    def _start_again(self, rank: int) -> None:
+        self._waiting.discard(rank)
+        self._pipes[rank].close()
+        self._outcomes.forget(rank)
+        self._begin(rank, standby=True)
 
     def collect(self) -> list[Any]:
         outcomes = self._outcomes
-        while not outcomes.complete():
-            pipes = [self._pipes[rank] for rank in outcomes.pending]
-            for pipe in wait_any(pipes, outcomes.secs_left):
-                self._receive(self._pipes.index(pipe))  # type: ignore[arg-type]
+        while not outcomes.complete() or (self._waiting and outcomes.secs_left is None):
+            ranks = {self._pipes[rank]: rank for rank in outcomes.pending}
+            front = [] if self._connection is None else [self._connection]
+            for found in wait_any([*ranks, *front], self._secs_left()):
+                if found in ranks:
+                    self._receive(ranks[found])  # type: ignore[index]
+                else:
+                    self._obey()
+            self._do_what_is_due()
+        if self._front is not None and self._connection is None:
+            return [None] * self._num_ranks
         return outcomes.results()
+
+    def _secs_left(self) -> float | None:
+        now, secs_left = time.monotonic(), self._outcomes.secs_left
+        limits = [max(when - now, 0.0) for when, _ in self._due] + ([] if secs_left is None else [secs_left])
+        return min(limits, default=None)
+
+    def _do_what_is_due(self) -> None:
+        now = time.monotonic()
+        due, self._due = [each for each in self._due if each[0] <= now], [each for each in self._due if each[0] > now]
+        for _, call in due:
+            call()
+
+    def _obey(self) -> None:
+        """Do what the front process says."""
+        assert self._connection is not None
+        try:
+            message = self._connection.recv()
+        except (EOFError, OSError):
+            self._connection = None
+            self._waiting.clear()
+            self._due.clear()
+            self._outcomes.end()
+            return
+        if message == KEEP:
+            self._outcomes.keep()
+        elif isinstance(message, str):
+            raise FrontFailedError(message)
+        else:
+            seat, pid, secs = message
+            process = self._processes[seat]
+            if process.pid == pid:
+                self._due.append((time.monotonic() + secs, process.kill))
 
     def end(self) -> None:
         pending = self._outcomes.pending
-        for rank, process in enumerate(self._processes):
+        for rank, process in self._processes.items():
             if rank in pending and process.pid is not None:
                 process.terminate()
         deadline = time.monotonic() + TERMINATE_SECS
-        for process in self._processes:
+        for process in self._processes.values():
             if process.pid is not None:
                 process.join(max(0.0, deadline - time.monotonic()))
                 process.kill()
                 process.join()
-        for pipe in self._pipes:
+        for pipe in self._pipes.values():
             pipe.close()
 
     def _receive(self, rank: int) -> None:
         try:
-            data = self._pipes[rank].recv_bytes()
+            outcome = read_outcome(self._pipes[rank].recv_bytes())
         except (EOFError, ConnectionResetError):
-            deaths = self._outcomes.add_death(rank, self._how_it_died(rank))
-            self._store.set(secret_key(self._secret, DEATHS_KEY), deaths)
-            return
-        self._outcomes.add(rank, read_outcome(data))
+            how = self._how_it_died(rank)
+            self._tell_ranks(self._outcomes.add_death(rank, how))
+        else:
+            self._outcomes.add(rank, outcome)
+            if not isinstance(outcome, Failure):
+                return
+            how = f"failed: {outcome.what()}"
+            if self._outcomes.keeps:  # the rank has told those of its group, if it had one
+                self._tell_ranks(self._outcomes.note(rank, how))
+        if self._outcomes.keeps and self._connection is not None:
+            self._tell_front(rank, how)
+
+    def _tell_ranks(self, deaths: str) -> None:
+        self._store.set(secret_key(self._secret, DEATHS_KEY), deaths)
+
+    def _tell_front(self, rank: int, how: str) -> None:
+        """Tell the front process that a rank has ended; start it again after a while, if it may be."""
+        assert self._front is not None
+        assert self._connection is not None
+        now, pid = time.monotonic(), self._processes[rank].pid
+        count, since = self._starts[rank]
+        count = 0 if now - since > CALM_SECS else count
+        again = min(PAUSE_SECS * 2**count, LONGEST_PAUSE_SECS) if count < self._front.restarts else None
+        if again is not None:
+            self._starts[rank] = count + 1, now + again
+            self._waiting.add(rank)
+            self._due.append((now + again, functools.partial(self._start_again, rank)))
+        with contextlib.suppress(OSError):  # it has ended, which is noticed next
+            self._connection.send(Ended(seat=rank, process=pid or 0, how=how, again=again))
 
     def _how_it_died(self, rank: int) -> str:
         process = self._processes[rank]

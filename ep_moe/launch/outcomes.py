@@ -86,6 +86,24 @@ class Outcomes:
         self._failures: dict[int, Failure] = {}
         self._deaths: list[tuple[int, str]] = []
         self._deadline: float | None = None
+        self._keeps = False
+
+    @property
+    def keeps(self) -> bool:
+        """Whether `keep` was called."""
+        return self._keeps
+
+    def keep(self) -> None:
+        """From now on a failure ends the other ranks only if none is left."""
+        self._keeps = True
+
+    def forget(self, rank: int) -> None:
+        """Forget a failure: the rank has been started again."""
+        del self._failures[rank]
+
+    def end(self) -> None:
+        """Give the pending ranks no longer than after a failure."""
+        self._deadline = time.monotonic() + self._grace_secs
 
     def add(self, rank: int, outcome: Failure | tuple[Any]) -> None:
         """Take a rank's failure, or its result in a tuple of one."""
@@ -93,13 +111,17 @@ class Outcomes:
             self._results[rank] = outcome[0]
             return
         self._failures[rank] = outcome
-        if self._deadline is None:
-            self._deadline = time.monotonic() + self._grace_secs
+        if self._deadline is None and not self._keeps:
+            self.end()
 
     def add_death(self, rank: int, message: str) -> str:
         """Take the death of a rank; returns all deaths as the store has them under DEATHS_KEY."""
-        self._deaths.append((rank, message))
         self.add(rank, Failure(error_type="Died", message=message))
+        return self.note(rank, message)
+
+    def note(self, rank: int, message: str) -> str:
+        """Add how a rank ended to all deaths, which are returned as by `add_death`."""
+        self._deaths.append((rank, message))
         return json.dumps(self._deaths)
 
     @property
@@ -114,10 +136,15 @@ class Outcomes:
 
     def complete(self) -> bool:
         """Whether nothing else is worth waiting for: the other ranks have ended, never will, or are late."""
+        if self._keeps and self._deadline is None:
+            return not self.pending
         return self.secs_left == 0.0 or self.pending <= self._still_there()
 
     def results(self) -> list[Any]:
-        """The results in rank order. Errors: RankFailedError for the first failure."""
+        """The results in rank order. Errors: RankFailedError for the first failure; after `keep` only if there is no
+        result, and None is the result of other ranks."""
+        if self._keeps and self._results:
+            return [self._results.get(rank) for rank in range(self._num_ranks)]
         if self._failures:
             raise self._error()
         return [self._results[rank] for rank in range(self._num_ranks)]
@@ -135,6 +162,9 @@ class Outcomes:
         if first.lost is not None and first.lost.seats:
             rank = first.lost.seats[0]
             lines[rank] = str(first.lost)
+        last_rank, last = max(self._failures.items(), key=lambda item: item[1].when)
+        if self._keeps and last is not first:
+            lines[rank] = f"{lines[rank]}; then {lines[last_rank]}"
         error = RankFailedError(rank, first.error_type, first.message, first.traceback_text, lines)
         if first.traceback_text:
             error.__cause__ = RankTraceback(first.traceback_text)

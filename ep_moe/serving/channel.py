@@ -27,9 +27,35 @@ _CLOSED = encode(None)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Ready:
-    """The first answer of a rank: it has loaded the model, and can do this much."""
+    """The first answer of a rank: it has loaded the model, and can do this much; None if it has yet to join others."""
 
-    limits: Limits
+    limits: Limits | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Membership:
+    """An order: the ranks that go on together, as the launch numbers them, ascending. Its number is its epoch's."""
+
+    seats: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Joined:
+    """An answer: the rank goes on with these. forgotten: its rows whose keys and values are lost. placements: which
+    rank has which expert now, by layer."""
+
+    forgotten: tuple[int, ...]
+    placements: tuple[Placement, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Lost:
+    """An answer: the rank waits for another membership, as `seats` of its own are lost. text: of its error.
+    still_there: whether their processes may still run."""
+
+    seats: tuple[int, ...]
+    text: str
+    still_there: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +68,7 @@ class Answer:
     content: Any
 
 
-_KNOWN = (*MESSAGES, Answer, Ready, Limits, Placement, ModelSizes)
+_KNOWN = (*MESSAGES, Answer, Ready, Membership, Joined, Lost, Limits, Placement, ModelSizes)
 
 
 def start_inbox(store: Any, key: str, found: "queue.SimpleQueue[Any]") -> None:

@@ -20,7 +20,7 @@ from ep_moe.balance import rank_loads
 from ep_moe.balance.reports import status_of_ranks
 from ep_moe.engines.transformers.decoding.passes import RowsMade, RowsPlan
 from ep_moe.group.waiting import SLICE_SECS
-from ep_moe.serving.ranks import Ranks, ServerEndedError
+from ep_moe.serving.ranks import Ranks, RanksChangedError, ServerEndedError
 from ep_moe.serving.scheduler import Generation, Limits, Progress, Scheduler
 
 OnProgress = Callable[[Progress], None]
@@ -63,6 +63,8 @@ class Leader:
         rank_load: [layer][rank], the same by the ranks that had the experts at the time; copies with equal shares.
         placements: which rank has which expert, by layer. rebalancing: the entries of `status_of_ranks`, {} without a
             rebalancer. As old as `load`.
+        num_heals, heal_secs: how often ranks were lost and the others went on, and the time without plans in all.
+        num_moved: sequences that have lost their row by that, and go on elsewhere.
         waits: [rank][source], seconds that rounds of a rank have waited for a source rank so far, as old as `load`.
     """
 
@@ -77,7 +79,10 @@ class Leader:
         self.rebalancing: dict[str, Any] = {}
         self.waits = [[0.0] * limits.num_ranks for _ in range(limits.num_ranks)]
         self._waited = [[0.0]] * limits.num_ranks  # as of the last report
+        self._loads: dict[int, list[list[int]]] = {}  # by rank, as of the last report
         self._load_due = 0.0
+        self.num_heals = self.num_moved = 0
+        self.heal_secs = 0.0
         # `rank_load`, one before the window, and those in it
         self._reports = collections.deque[tuple[float, list[list[float]]]]()
         self._scheduler = Scheduler(limits)
@@ -101,6 +106,11 @@ class Leader:
     def draining(self) -> bool:
         """Whether the server has been asked to end."""
         return self._drain_until is not None
+
+    @property
+    def lost(self) -> dict[int, str]:
+        """Ranks that do not take part now, and why."""
+        return dict(self._ranks.lost)
 
     @property
     def num_running(self) -> int:
@@ -189,12 +199,17 @@ class Leader:
 
         However it ends, every generation gets its last progress, and `submit` raises ServerEndedError from then on.
         """
-        error = ServerEndedError("the server is closed")
+        error, more = ServerEndedError("the server is closed"), True
         try:
-            while self._send():
-                self._receive()
-            while self._sent:
-                self._receive()
+            while more or self._sent:
+                try:
+                    more = more and self._send()
+                    if self._sent:
+                        self._receive()
+                    elif more and self._ranks.can_grow:
+                        self._regroup()
+                except RanksChangedError:
+                    self._regroup()
             if self.draining:
                 error = ServerEndedError("the server was asked to end, and this request was not done in time")
             self._ranks.close()
@@ -207,7 +222,7 @@ class Leader:
 
     def _send(self) -> bool:
         """Send plans as far ahead as allowed; waits while there is nothing to do. False once the server is closed."""
-        while len(self._sent) < self._ranks.most_sent:
+        while len(self._sent) < self._ranks.most_sent and not self._ranks.can_grow:
             with self._changed:
                 if self._closing or (self._drain_until is not None and time.monotonic() >= self._drain_until):
                     return False
@@ -257,6 +272,17 @@ class Leader:
             self._report_load(made, start)
         with self._changed:
             found = self._scheduler.take(made)
+        self._hand_out(found)
+        waits, self._scheduler.waits = self._scheduler.waits, []
+        for wait in waits:
+            self.on_start(wait)
+        if any(plan.chunks):
+            self._prefill_secs = self._received - start
+        self.on_plan(PREFILL if any(plan.chunks) else DECODE, self._received - start)
+
+    def _hand_out(self, found: Sequence[tuple[int, Progress]]) -> None:
+        """Tell those who have asked."""
+        with self._changed:
             watchers = [self._watchers.get(ticket) for ticket, _ in found]
             for ticket, progress in found:
                 if progress.finish or progress.error is not None:
@@ -265,29 +291,49 @@ class Leader:
             if watcher is not None:
                 with contextlib.suppress(RuntimeError):  # a front end that has ended; `close` ends the ranks
                     watcher(progress)
-        waits, self._scheduler.waits = self._scheduler.waits, []
-        for wait in waits:
-            self.on_start(wait)
-        if any(plan.chunks):
-            self._prefill_secs = self._received - start
-        self.on_plan(PREFILL if any(plan.chunks) else DECODE, self._received - start)
+
+    def _regroup(self) -> None:
+        """Go on with the ranks that are left, or with another one: its time is that in which no plan is carried out."""
+        start, before = time.perf_counter(), self._ranks.seats
+        done = self._ranks.regroup()
+        with self._changed:
+            found, moved = self._scheduler.regroup(done.seats, done.answers, done.forgotten)
+        self._sent.clear()
+        self.placements, self.rebalancing = done.placements or self.placements, {}
+        self._loads = {rank: load for rank, load in self._loads.items() if rank in done.answers}
+        self._waited = [[0.0]] * len(done.seats)
+        self.num_moved += moved
+        if not {*before} <= done.answers.keys():  # ranks of before are lost
+            self.num_heals, self.heal_secs = self.num_heals + 1, self.heal_secs + time.perf_counter() - start
+        self._hand_out(found)
 
     def _report_load(self, made: Sequence[RowsMade], start: float) -> None:
         """Take what ranks report with the results of a plan that began then."""
-        by_layer = zip(*(each.load for each in made), strict=True)
-        load = [[sum(tokens) for tokens in zip(*ranks, strict=True)] for ranks in by_layer]
-        before = self.load or [[0] * len(layer) for layer in load]
-        new = [[b - a for a, b in zip(*layers, strict=True)] for layers in zip(before, load, strict=True)]
-        ranks = rank_loads(new, self.placements)
-        so_far = self.rank_load or [[0.0] * len(layer) for layer in ranks]
-        self.rank_load = [[a + b for a, b in zip(*layers, strict=True)] for layers in zip(so_far, ranks, strict=True)]
+        seats, new = self._ranks.seats, [[0] * len(layer) for layer in made[0].load]
+        for seat, each in zip(seats, made, strict=True):
+            before = self._loads.get(seat, [[0] * len(layer) for layer in each.load])
+            new = [
+                [total + now - then for total, now, then in zip(*layers, strict=True)]
+                for layers in zip(new, each.load, before, strict=True)
+            ]
+            self._loads[seat] = each.load
+        load = [[a + b for a, b in zip(*layers, strict=True)] for layers in zip(self.load or new, new, strict=True)]
+        load = load if self.load else new
+        so_far = self.rank_load or [[0.0] * self.limits.num_ranks for _ in new]
+        self.rank_load = [list(layer) for layer in so_far]
+        for layer, ranks in zip(self.rank_load, rank_loads(new, self.placements), strict=True):
+            for seat, tokens in zip(seats, ranks, strict=True):
+                layer[seat] += tokens
         self.load = load
         self._reports.append((start, self.rank_load))
         while len(self._reports) > 1 and self._reports[1][0] <= start - WINDOW_SECS:
             self._reports.popleft()
         waited = [each.waited for each in made]
         waits = waits_by_source(self._waited, waited)
-        self.waits = [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(self.waits, waits, strict=True)]
+        self.waits = [list(row) for row in self.waits]
+        for seat, row in zip(seats, waits, strict=True):
+            for source, secs in zip(seats, row, strict=True):
+                self.waits[seat][source] += secs
         self._waited = waited
         if made[0].rebalancing:
             self.rebalancing = status_of_ranks([each.rebalancing for each in made])

@@ -209,7 +209,9 @@ def _add_state(app: FastAPI, service: Service) -> None:
             raise ServerEndedError(str(service.leader.failure))
         if service.leader.draining:
             raise DrainingError(f"the server is about to end, {service.leader.num_running} sequences still run")
-        return {"status": "ok", "running": service.leader.num_running, "waiting": service.leader.num_waiting}
+        lost = list(service.leader.lost.values())  # the server answers, with fewer ranks
+        status = {"status": "degraded", "lost": lost} if lost else {"status": "ok"}
+        return status | {"running": service.leader.num_running, "waiting": service.leader.num_waiting}
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from ep_moe.engines.transformers.decoding.passes import RowsMade, RowsPlan
-from ep_moe.group import EPGroup
+from ep_moe.group import STILL_THERE, EPGroup, PeerLostError
 from ep_moe.group.waiting import SLICE_SECS
-from ep_moe.serving.channel import RankChannel
+from ep_moe.serving.channel import Joined, Lost, Membership, RankChannel
 
 
 class Rows(Protocol):
@@ -18,33 +18,72 @@ class Rows(Protocol):
         ...
 
 
-def follow(channel: RankChannel, group: EPGroup, rows: Rows, *, check: Callable[[], None] = lambda: None) -> None:
-    """Carry out the front end's plans until it closes.
+class Member:
+    """A rank of a server that cannot go on without the others.
+
+    Attributes:
+        group: its ranks. rows: None until it has joined others.
+        regroups: whether it can go on with other ranks.
+    """
+
+    regroups = False
+
+    def __init__(self, group: EPGroup, rows: Rows | None) -> None:
+        self.group, self.rows = group, rows
+
+    def regroup(self, epoch: int, seats: tuple[int, ...]) -> Joined:
+        """Go on with these ranks, in a new `group`; a plan that had failed has no effect on `rows`. Collective."""
+        raise NotImplementedError
+
+
+def follow(channel: RankChannel, member: Member, *, check: Callable[[], None] = lambda: None) -> None:
+    """Carry out the front end's orders until it closes.
+
+    A member that regroups reports lost ranks, and waits for the next membership.
 
     Args:
         check: called now and then while there is no plan.
-    Errors: those of the model and of `check`; PeerLostError; ValueError for bytes that no front end has sent.
-    Collective.
+    Errors: those of the model and of `check`; ValueError for bytes that no front end has sent; PeerLostError unless the
+    member regroups. Collective.
     """
-    round_ = 0
+    epoch, number, waits = 0, 0, member.rows is None  # waits: for the next membership, and carries out nothing before
     while True:
-        round_ += 1
-        with group.waiting("plan", round_):
-            order = _next(channel, group, check)
-        if order is None:
-            return
-        epoch, plan = order
-        channel.answer(epoch, rows.run(plan))
+        number += 1
+        try:
+            if waits:
+                order = _next(channel, check)
+            else:
+                with member.group.waiting("plan", number):
+                    order = _next(channel, check, member.group)
+            if order is None:
+                return
+            if isinstance(order[1], Membership):
+                epoch, number, waits = order[0], 0, True
+                joined = member.regroup(epoch, order[1].seats)
+                channel.answer(epoch, joined)
+                waits = False
+            elif order[0] == epoch and not waits:
+                assert member.rows is not None
+                channel.answer(epoch, member.rows.run(order[1]))
+        except Exception as error:
+            cause = member.group.latest.explain(error)
+            if isinstance(cause, PeerLostError) and member.regroups:
+                there = cause.reason.startswith(STILL_THERE)
+                channel.answer(epoch, Lost(seats=cause.seats, text=str(cause), still_there=there))
+                waits = True
+            elif cause is error:
+                raise
+            else:
+                raise cause from error
 
 
-def _next(channel: RankChannel, group: EPGroup, check: Callable[[], None]) -> tuple[int, Any] | None:
+def _next(channel: RankChannel, check: Callable[[], None], group: EPGroup | None = None) -> tuple[int, Any] | None:
     """Wait for the next order, without a timeout."""
     while True:
         check()
-        group.check()
+        if group is not None:
+            group.check()
         try:
             return channel.receive(SLICE_SECS)
         except queue.Empty:
             continue
-        except RuntimeError as error:
-            raise group.explain(error) from error

@@ -1,23 +1,54 @@
-"""The ranks as the front end sees them: what they have been asked, and what they have answered."""
+"""The ranks as the front end sees them: who takes part, what they have been asked, and what they have answered."""
 
 import collections
 import contextlib
+import dataclasses
+import logging
+import math
 import queue
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from ep_moe.engines.transformers.decoding.passes import RowsMade, RowsPlan
 from ep_moe.group import StorePlace
 from ep_moe.group.waiting import SLICE_SECS
-from ep_moe.serving.channel import Answer, FrontChannel, Ready
+from ep_moe.launch import KEEP, Ended
+from ep_moe.placement import Placement
+from ep_moe.serving.channel import Answer, FrontChannel, Joined, Lost, Membership, Ready
 from ep_moe.serving.rank import Rows
 from ep_moe.serving.scheduler import Limits
+
+END_SECS = 5.0  # for the process of a lost rank to end by itself, with its error
+
+_log = logging.getLogger(__name__)
 
 
 class ServerEndedError(RuntimeError):
     """The server has ended, by an error that the message names or because it was closed."""
+
+
+class RanksChangedError(RuntimeError):
+    """A rank is lost: call `Ranks.regroup`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Regrouped:
+    """The ranks after a change.
+
+    Args:
+        seats: that take part from now on, ascending.
+        answers: of the ranks that were there before: their results of the oldest plans that were sent and not received;
+            the other plans have had no effect. forgotten: of the same ranks, rows whose keys and values are lost.
+        placements: which of them has which expert, by MoE layer.
+    """
+
+    seats: tuple[int, ...]
+    answers: Mapping[int, Sequence[RowsMade]]
+    forgotten: Mapping[int, frozenset[int]]
+    placements: tuple[Placement, ...]
 
 
 class Ranks(Protocol):
@@ -25,9 +56,21 @@ class Ranks(Protocol):
 
     Attributes:
         most_sent: plans that a leader sends before it receives the results of the first.
+        seats: the ranks that take part, as the launch numbers them, ascending. lost: why others do not, by seat.
     """
 
     most_sent: int
+    seats: tuple[int, ...]
+    lost: dict[int, str]
+
+    @property
+    def can_grow(self) -> bool:
+        """Whether another rank is ready to take part: call `regroup` once all results are received."""
+        ...
+
+    def regroup(self) -> Regrouped:
+        """Go on without the ranks that are lost, and with those that have become ready."""
+        ...
 
     def send(self, plan: RowsPlan) -> None:
         """Send a plan, which the ranks carry out at once, or after those before it."""
@@ -50,9 +93,11 @@ class OneRank:
     """A rank in the leader's own thread."""
 
     most_sent = 1  # `receive` carries out the plan, and makes its tokens no sooner for another
+    can_grow = False
 
     def __init__(self, rows: Rows) -> None:
-        self._rows = rows
+        self._rows, self.seats = rows, (0,)
+        self.lost: dict[int, str] = {}
         self._sent: collections.deque[RowsPlan] = collections.deque()
 
     def send(self, plan: RowsPlan) -> None:
@@ -62,6 +107,10 @@ class OneRank:
     def receive(self) -> list[RowsMade]:
         """See `Ranks`. Errors: those of the model."""
         return [self._rows.run(self._sent.popleft())]
+
+    def regroup(self) -> Regrouped:
+        """See `Ranks`; never needed."""
+        raise NotImplementedError
 
     def check(self) -> None:
         """See `Ranks`."""
@@ -73,22 +122,34 @@ class OneRank:
 class StoreRanks:
     """The ranks of a launch, over its store, each of which calls `follow`.
 
+    Ranks are told of deaths by the launcher, or by the reports of other ranks. If the launcher keeps ranks going, the
+    others go on without them, and a rank that has been started again joins when it is ready.
+
     Args:
-        place: of the store. num_ranks: of the launch. starter: a connection to the process that has started this one,
-            which sends the error that has ended the ranks. timeout_secs: the most between the answers of two ranks to a
-            plan.
-    Errors of all calls: ServerEndedError. Used by one thread.
+        place: of the store. num_ranks: of the launch. keeps: whether the launcher keeps ranks going (`launch.Front`).
+        starter: a connection to the process that has started this one, the launcher or rank 0: it sends an `Ended` for
+            each rank that has ended, or the text of the error that has ended all.
+        timeout_secs: the most between the answers of two ranks to an order.
+    Attributes:
+        seats: the ranks that take part, as the launch numbers them. lost: why others do not, by seat.
+    Errors of all calls: ServerEndedError; RanksChangedError if a rank is lost. Used by one thread.
     """
 
     most_sent = 2  # ranks begin the next one while clients get the tokens of the last
 
-    def __init__(self, place: StorePlace, num_ranks: int, *, starter: Connection, timeout_secs: float) -> None:
-        self._starter, self._timeout_secs = starter, timeout_secs
+    def __init__(
+        self, place: StorePlace, num_ranks: int, keeps: bool, *, starter: Connection, timeout_secs: float
+    ) -> None:
+        self._starter, self._timeout_secs, self._keeps = starter, timeout_secs, keeps
         self._found: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._channel = FrontChannel(place, self._found)
-        self._seats = tuple(range(num_ranks))
-        self._processes: dict[int, int] = {}  # of ranks that are ready
-        self._results = {seat: collections.deque[RowsMade]() for seat in self._seats}  # not yet received
+        self.seats, self._epoch = tuple(range(num_ranks)), 0
+        self.lost: dict[int, str] = {}
+        self._ready: dict[int, int] = {}  # process of each rank that could take part
+        self._members: dict[int, int] = {}  # of each rank that does
+        self._joined: dict[int, Joined] = {}  # answers to the last membership
+        self._forgotten: dict[int, set[int]] = collections.defaultdict(set)
+        self._results: dict[int, collections.deque[RowsMade]] = {}  # not yet received
         threading.Thread(target=self._read, name="ep_moe-starter", daemon=True).start()
 
     def _read(self) -> None:
@@ -102,44 +163,100 @@ class StoreRanks:
 
     def wait_until_ready(self) -> Limits:
         """Wait until all ranks have loaded the model; returns what they can do."""
-        limits = None
-        while len(self._processes) < len(self._seats):
-            found = self._next(None)
-            if isinstance(found, Answer) and isinstance(found.content, Ready):
-                self._processes[found.seat] = found.process
-                limits = found.content.limits if found.seat == 0 or limits is None else limits
-        assert limits is not None
-        return limits
+        found: list[Limits] = []
+        while len(self._ready) < len(self.seats):
+            answer = self._next(None)
+            assert isinstance(answer, Answer)
+            self._take(answer)
+            found += [answer.content.limits] if isinstance(answer.content, Ready) and answer.content.limits else []
+        self._members = dict(self._ready)
+        self._results = {seat: collections.deque() for seat in self.seats}
+        if self._keeps:
+            self._starter.send(KEEP)
+        return found[0]
+
+    @property
+    def can_grow(self) -> bool:
+        """See `Ranks`."""
+        return not self._ready.keys() <= self._members.keys()
 
     def send(self, plan: RowsPlan) -> None:
         """See `Ranks`."""
+        self._order(self._members, plan)
+
+    def _order(self, members: Mapping[int, int], order: Any) -> None:
         try:
-            self._channel.send(self._processes.items(), 0, plan)
+            self._channel.send(members.items(), self._epoch, order)
         except RuntimeError as error:
             raise ServerEndedError(f"the launcher's store is gone: {error}") from error
 
     def receive(self) -> list[RowsMade]:
         """See `Ranks`."""
-        results, deadline = self._results, None
+        results, deadline = self._results, math.inf
         while not all(results.values()):
+            self._check_members(self._members)
             self._take(self._next(SLICE_SECS))
-            if deadline is None and any(results.values()):
-                deadline = time.monotonic() + self._timeout_secs
-            missing = [seat for seat, found in results.items() if not found]
-            if missing and deadline is not None and time.monotonic() > deadline:
-                names = " and ".join(f"rank {seat}" for seat in missing)
-                raise ServerEndedError(f"{names} did not answer to a plan (timeout {self._timeout_secs:g} s)")
-        return [found.popleft() for found in results.values()]
+            deadline = self._lose_late(results, deadline, "no answer to a plan")
+        return [results[seat].popleft() for seat in self.seats]
+
+    def _lose_late(self, answers: Mapping[int, Any], deadline: float, what: str) -> float:
+        """Lose the ranks without an answer at the deadline, some time after the first answer; returns that time."""
+        missing = [seat for seat, answer in answers.items() if not answer]
+        if not missing or len(missing) == len(answers):
+            return math.inf
+        if time.monotonic() > deadline:
+            for seat in missing:
+                self._lose(seat, f"rank {seat} did not arrive: {what} (timeout {self._timeout_secs:g} s)", True)
+        return min(deadline, time.monotonic() + self._timeout_secs)
 
     def check(self) -> None:
         """See `Ranks`."""
         while (found := self._next(0.0)) is not None:
             self._take(found)
+        self._check_members(self._members)
+
+    def _check_members(self, members: Mapping[int, int]) -> None:
+        if any(self._ready.get(seat) != process for seat, process in members.items()):
+            raise RanksChangedError("a rank is lost")
+
+    def regroup(self) -> Regrouped:
+        """See `Ranks`."""
+        before = self._members
+        while True:
+            while not self._ready:  # all are lost: one may be started again, or an error comes
+                self._take(self._next(None))
+            self._epoch += 1
+            members, self._joined = dict(sorted(self._ready.items())), {}
+            self._order(members, Membership(seats=tuple(members)))
+            try:
+                deadline = math.inf
+                while len(self._joined) < len(members):
+                    self._check_members(members)
+                    self._take(self._next(SLICE_SECS))
+                    joined = {seat: self._joined.get(seat) for seat in members}
+                    deadline = self._lose_late(joined, deadline, "it has not joined the others")
+                self._check_members(members)
+                break
+            except RanksChangedError:
+                continue
+        stay = [seat for seat, process in members.items() if before.get(seat) == process]
+        found = Regrouped(
+            seats=tuple(members),
+            answers={seat: list(self._results[seat]) for seat in stay},
+            forgotten={seat: frozenset(self._forgotten[seat]) for seat in stay},
+            placements=next(iter(self._joined.values())).placements,
+        )
+        self._members, self.seats = members, found.seats
+        self._results = {seat: collections.deque() for seat in members}
+        self._forgotten.clear()
+        self.lost = {seat: why for seat, why in self.lost.items() if seat not in members}
+        _log.warning("ranks %s go on%s", ", ".join(map(str, members)), " as before" if not self.lost else "")
+        return found
 
     def close(self) -> None:
         """See `Ranks`."""
         with contextlib.suppress(RuntimeError):  # the store is gone, and the ranks end with it
-            self._channel.close(self._processes.items())
+            self._channel.close(self._ready.items())
 
     def _next(self, secs: float | None) -> Any:
         """The next message; None if there is none for so many seconds."""
@@ -154,5 +271,44 @@ class StoreRanks:
         return found
 
     def _take(self, found: Any) -> None:
-        if isinstance(found, Answer) and isinstance(found.content, RowsMade):
-            self._results[found.seat].append(found.content)
+        """Take a message."""
+        if isinstance(found, Ended):
+            if self._ready.get(found.seat) == found.process:
+                self._lose(found.seat, f"rank {found.seat} {found.how}")
+            then = "it is not started again" if found.again is None else f"it is started again in {found.again:g} s"
+            _log.warning("rank %d %s: %s", found.seat, found.how, then)
+            self.lost.setdefault(found.seat, f"rank {found.seat} {found.how}")
+            return
+        if not isinstance(found, Answer):
+            return
+        seat, content = found.seat, found.content
+        if isinstance(content, Ready):
+            self._ready[seat] = found.process
+        elif self._ready.get(seat) != found.process:
+            return  # of a rank that is lost
+        elif isinstance(content, RowsMade):
+            self._results[seat].append(content)
+        elif isinstance(content, Joined):
+            self._forgotten[seat] |= {*content.forgotten}
+            if found.epoch == self._epoch:
+                self._joined[seat] = content
+        elif isinstance(content, Lost) and found.epoch == self._epoch:
+            if not content.seats:
+                self._fail(content.text)
+            for each in content.seats:
+                self._lose(each, content.text, content.still_there)
+
+    def _lose(self, seat: int, why: str, still_there: bool = False) -> None:
+        """Go on without a rank, and have its process killed: one that comes back would have old state."""
+        if seat not in self._ready:
+            return
+        if not self._keeps:
+            self._fail(why)
+        self.lost[seat], process = why, self._ready.pop(seat)
+        self._starter.send((seat, process, 0.0 if still_there else END_SECS))
+
+    def _fail(self, why: str) -> NoReturn:
+        """End the server."""
+        with contextlib.suppress(OSError):
+            self._starter.send(why)
+        raise ServerEndedError(why)

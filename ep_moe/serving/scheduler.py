@@ -14,7 +14,7 @@ import collections
 import dataclasses
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ep_moe.balance import ModelSizes
 from ep_moe.engines.transformers.decoding.adjust import MOST_LOGPROBS, MOST_PROMPT_LOGITS
@@ -513,7 +513,10 @@ class Scheduler:
         return found
 
     def regroup(
-        self, seats: Sequence[int], answers: Mapping[int, Sequence[RowsMade]]
+        self,
+        seats: Sequence[int],
+        answers: Mapping[int, Sequence[RowsMade]],
+        forgotten: Mapping[int, Collection[int]] = {},
     ) -> tuple[list[tuple[int, Progress]], int]:
         """Go on with other ranks.
 
@@ -524,6 +527,7 @@ class Scheduler:
             seats: the ranks from now on, as numbered by the limits, ascending.
             answers: of those among them that stay: what the oldest plans in progress have made there. The other plans
                 in progress have had no effect but to the prefix cache, and are made anew.
+            forgotten: rows of the same ranks that have lost their keys and values.
         Returns: as `take`, from these answers; and how many sequences have lost their row.
         """
         found, plans, lost = [], list(self._planned), list[_Sequence]()
@@ -534,6 +538,13 @@ class Scheduler:
             for place, rank in enumerate(self._seats):
                 if index >= len(answers.get(rank, plans)):
                     lost += self._undo(planned, place, rank)
+        for rank, rows in forgotten.items():
+            gone = [each for row in rows if (each := self._rows[rank][row]) is not None]
+            for sequence in gone:
+                self._rows[rank][sequence.start.row] = None
+                if sequence in self._filling[rank]:
+                    self._filling[rank].remove(sequence)
+            lost += gone
         for rank in {*range(len(self._rows))} - answers.keys():
             lost += [sequence for sequence in self._rows[rank] if sequence is not None]
             self._rows[rank] = [None] * self._limits.num_rows

@@ -16,7 +16,7 @@ from ep_moe.group import EPGroup, StorePlace
 from ep_moe.placement import Placement
 from ep_moe.serving.channel import RankChannel, Ready
 from ep_moe.serving.core import Leader
-from ep_moe.serving.rank import follow
+from ep_moe.serving.rank import Member, follow
 from ep_moe.serving.ranks import ServerEndedError, StoreRanks
 from ep_moe.serving.scheduler import Generation, Limits, Progress
 
@@ -162,7 +162,7 @@ def serve_fake(group: EPGroup) -> None:
     limits = dataclasses.replace(LIMITS, num_ranks=group.num_ranks)
     channel = RankChannel(StorePlace.from_env(), group.rank)
     channel.answer(0, Ready(limits=limits))
-    follow(channel, group, FakeRows(limits, group.rank))
+    follow(channel, Member(group, FakeRows(limits, group.rank)))
 
 
 def lead(group: EPGroup, act: str) -> list[list[int]]:
@@ -176,7 +176,7 @@ def lead(group: EPGroup, act: str) -> list[list[int]]:
         serve_fake(group)
         return []
     starter, connection = multiprocessing.Pipe()
-    ranks = StoreRanks(StorePlace.from_env(), group.num_ranks, starter=connection, timeout_secs=20)
+    ranks = StoreRanks(StorePlace.from_env(), group.num_ranks, False, starter=connection, timeout_secs=20)
 
     def serve() -> None:
         try:
