@@ -58,13 +58,13 @@ class ServeConfig:
     restarts: Annotated[int, Field(help="Times that a dead rank is started again", at_least=0)] = 3
     drain_secs: Annotated[
         float,
-        Field(help="Seconds for running requests to end on SIGTERM", at_least=0),
+        Field(help="Seconds for requests to end on SIGTERM", at_least=0),
     ] = 10.0
     api_keys: Annotated[
         str,
         Field(help="File with a key in each line, besides EP_MOE_API_KEY; without keys all may ask"),
     ] = ""
-    allowed_origins: Annotated[str, Field(help="Origins, by commas, of pages that may ask; * for all")] = ""
+    allowed_origins: Annotated[str, Field(help="Origins (a,b) of pages that may ask; * for all")] = ""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -235,7 +235,7 @@ class _Ranks:
             front = [] if self._connection is None else [self._connection]
             for found in wait_any([*ranks, *front], self._secs_left()):
                 if found in ranks:
-                    self._receive(ranks[found])  # type: ignore[index]
+                    self._receive(ranks[found])
                 else:
                     self._obey()
             self._do_what_is_due()

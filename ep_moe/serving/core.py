@@ -214,8 +214,11 @@ class Leader:
                 error = ServerEndedError("the server was asked to end, and this request was not done in time")
             self._ranks.close()
         except Exception as failure:
-            ended = isinstance(failure, ServerEndedError)
-            error = failure if ended else ServerEndedError(f"rank 0: {type(failure).__name__}: {failure}")
+            error = (
+                failure
+                if isinstance(failure, ServerEndedError)
+                else ServerEndedError(f"rank 0: {type(failure).__name__}: {failure}")
+            )
             raise
         finally:
             self._end(error)
