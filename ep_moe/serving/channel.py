@@ -90,9 +90,14 @@ def start_inbox(store: Any, key: str, found: "queue.SimpleQueue[Any]") -> None:
 
 
 class RankChannel:
-    """A rank's end. Used by one thread."""
+    """A rank's end. Used by one thread.
+
+    Attributes:
+        is_gone: whether `receive` has raised an error of the store or its bytes: no order follows.
+    """
 
     def __init__(self, place: StorePlace, seat: int) -> None:
+        self.is_gone = False
         self._seat, self._process = seat, os.getpid()
         self._found: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._outbox = place.connect(_NAME)
@@ -105,6 +110,7 @@ class RankChannel:
         """
         found = self._found.get(timeout=secs)
         if isinstance(found, Exception):
+            self.is_gone = True
             raise found
         order: tuple[int, Any] | None = found
         return order

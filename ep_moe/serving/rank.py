@@ -67,7 +67,7 @@ def follow(channel: RankChannel, member: Member, *, check: Callable[[], None] = 
                 channel.answer(epoch, member.rows.run(order[1]))
         except Exception as error:
             cause = member.group.latest.explain(error)
-            if isinstance(cause, PeerLostError) and member.regroups:
+            if isinstance(cause, PeerLostError) and member.regroups and not channel.is_gone:
                 there = cause.reason.startswith(STILL_THERE)
                 channel.answer(epoch, Lost(seats=cause.seats, text=str(cause), still_there=there))
                 waits = True

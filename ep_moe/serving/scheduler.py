@@ -236,7 +236,7 @@ class Scheduler:
         self._filling: list[list[_Sequence]] = [[] for _ in self._rows]  # prompts in chunks, the next one first
         self._new_first = [True] * limits.num_ranks  # whether new prompts precede those in the next prefill
         self._planned: collections.deque[_Planned] = collections.deque()
-        self._delays = False  # whether the last plan was a prefill for which sequences that ran have waited
+        self._delays = False  # whether sequences that ran have waited since their last plan, for a prefill
         self._seats = tuple(range(limits.num_ranks))  # the ranks that take part; an entry of each plan for each
 
     @property
@@ -550,7 +550,7 @@ class Scheduler:
             self._rows[rank] = [None] * self._limits.num_rows
             self._forget(rank)
             self._ended[rank], self._filling[rank] = set(), []
-        self._seats = tuple(seats)
+        self._seats, self._delays = tuple(seats), True  # all have waited
         again = {sequence.ticket: (self._unfinished(sequence), time.monotonic()) for sequence in lost}
         self._waiting = collections.OrderedDict({**dict(sorted(again.items())), **self._waiting})
         return found, len(again)

@@ -33,6 +33,15 @@ LIMITS = Limits(
 )
 
 
+def limits_of(num_ranks: int) -> Limits:
+    """Those of so many ranks."""
+    placements = (Placement((0, 1, 2), (0, *[3] * num_ranks)),) * 2
+    return dataclasses.replace(LIMITS, num_ranks=num_ranks, placements=placements)
+
+
+ONE = limits_of(1)
+
+
 def next_token(token: int, position: int) -> int:
     """What the fake ranks' model says after a token; 0, the end, now and then."""
     return (token * 31 + position * 7 + 5) % 251
@@ -159,7 +168,7 @@ class FakeRows:
 
 def serve_fake(group: EPGroup) -> None:
     """A rank that serves with fake rows."""
-    limits = dataclasses.replace(LIMITS, num_ranks=group.num_ranks)
+    limits = limits_of(group.num_ranks)
     channel = RankChannel(StorePlace.from_env(), group.rank)
     channel.answer(0, Ready(limits=limits))
     follow(channel, Member(group, FakeRows(limits, group.rank)))

@@ -25,7 +25,7 @@ import pytest
 import tokenizers
 import torch
 from helpers.decoding import TEXTS, by_transformers, captured_on_a_cpu, sharded_model
-from helpers.fake_rows import LIMITS, FakeRows, continuation, lead, logprob
+from helpers.fake_rows import LIMITS, ONE, FakeRows, continuation, lead, logprob
 from starlette.testclient import TestClient
 from tokenizers import decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -174,7 +174,7 @@ def small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_whose_tokens_are_all_planned_widen_no_shape(small_shapes: None) -> None:
-    scheduler = Scheduler(dataclasses.replace(LIMITS, num_ranks=1, num_positions=256, passes_per_plan=4))
+    scheduler = Scheduler(dataclasses.replace(ONE, num_positions=256, passes_per_plan=4))
     for prompt, new in ((60, 4), (1, 9)):
         scheduler.submit(Generation(prompt=(1,) * min(prompt, 24), max_new_tokens=new + 60 - min(prompt, 60)))
     plans = [plan for _ in range(40) if (plan := scheduler.next_plan())]  # none of their tokens is there
@@ -236,7 +236,7 @@ def test_a_prompt_goes_to_the_rank_that_has_its_prefix_unless_that_is_fuller() -
 
 def test_streams_wait_for_one_chunk_of_a_long_prompt_at_most() -> None:
     """And a short prompt that comes meanwhile for one more."""
-    limits = dataclasses.replace(LIMITS, num_ranks=1, num_positions=1000)
+    limits = dataclasses.replace(ONE, num_positions=1000)
     scheduler, rows = Scheduler(limits), FakeRows(limits, 0)
     stream = scheduler.submit(Generation(prompt=(1,), max_new_tokens=900, sampling=Sampling(ignore_end=True)))
     long, short = -1, -1
@@ -270,8 +270,8 @@ def test_requests_that_come_together_start_together(monkeypatch: pytest.MonkeyPa
             plans.append(plan)
             return super().run(plan)
 
-    limits = dataclasses.replace(LIMITS, num_ranks=1)
-    leader = Leader(LeadRank(EPGroup.single("cpu"), Noted(limits, 0)), limits)
+    limits = ONE
+    leader = Leader(OneRank(Noted(limits, 0)), limits)
     ended = threading.Semaphore(0)
 
     def submit(new: int) -> None:
@@ -499,9 +499,7 @@ def test_prompts_of_all_lengths_that_come_and_go_are_those_of_transformers(name:
     """64 prompts in chunks of up to 40 tokens, most of which continue others, cancelled at random, with a prefix cache
     of fewer blocks unless windows forget them; log-probabilities are those of the whole model."""
     chance, model = random.Random(3), sharded_model(name)
-    limits = dataclasses.replace(
-        LIMITS, num_ranks=1, num_rows=8, max_prefill_tokens=40, passes_per_plan=2, vocab_size=60, end_ids=()
-    )
+    limits = dataclasses.replace(ONE, num_rows=8, max_prefill_tokens=40, passes_per_plan=2, vocab_size=60, end_ids=())
     rows = RowDecoder(model, num_rows=limits.num_rows, num_positions=96, end_ids=(), graphs=False, prefix_rows=3)
     assert rows.prefix_blocks == (0 if "windows" in name else 24)
     scheduler = Scheduler(dataclasses.replace(limits, prefix_blocks=rows.prefix_blocks))
@@ -567,7 +565,7 @@ def test_an_error_of_the_model_reaches_everyone() -> None:
         def run(self, plan: RowsPlan) -> RowsMade:
             raise MemoryError("no room for 3 GB")
 
-    limits = dataclasses.replace(LIMITS, num_ranks=1)
+    limits = ONE
     leader = Leader(OneRank(BrokenRows(limits, 0)), limits)
     found: list[Progress] = []
     leader.submit(Generation(prompt=(1,)), found.append)
@@ -579,7 +577,7 @@ def test_an_error_of_the_model_reaches_everyone() -> None:
 
 
 def test_a_front_end_that_has_ended_does_not_end_the_ranks() -> None:
-    limits = dataclasses.replace(LIMITS, num_ranks=1)
+    limits = ONE
     leader = Leader(OneRank(FakeRows(limits, 0)), limits)
     found: list[Progress] = []
 
@@ -611,7 +609,7 @@ def served(
     **limits: Any,
 ) -> Iterator[tuple[TestClient, Leader]]:
     """A client of the application, with fake rows of one rank behind it."""
-    few = dataclasses.replace(LIMITS, num_ranks=1, **limits)
+    few = dataclasses.replace(ONE, **limits)
     leader = Leader(OneRank(rows(few, 0)), few)
     metrics = Metrics(leader)
     application = create_app(Service(leader=leader, tokenizer=tokenizer, name="fake", metrics=metrics, **more))
@@ -998,7 +996,7 @@ def test_usage_and_metrics_count_what_came_from_the_prefix_cache(tokenizer: Any)
 @contextlib.contextmanager
 def listening(tokenizer: Any, rows: type[FakeRows] = FakeRows, **limits: int) -> Iterator[Callable[[], socket.socket]]:
     """A server at a port, with fake rows of one rank behind it; yields a call that connects to it."""
-    few = dataclasses.replace(LIMITS, num_ranks=1, **limits)
+    few = dataclasses.replace(ONE, **limits)
     leader = Leader(OneRank(rows(few, 0)), few)
     service = Service(leader=leader, tokenizer=tokenizer, name="fake", metrics=Metrics(leader))
     listener = bind("127.0.0.1", 0)
@@ -1086,7 +1084,7 @@ def test_the_dashboard_asks_for_metrics_that_there_are(tokenizer: Any) -> None:
         assert (shown["load"], shown["owners"]) == (leader.load, [[[0], [0], [0]]] * 2)
         assert 'ep_moe_rank_expert_tokens{rank="0"} 21.0' in metrics
         assert 'ep_moe_rank_wait_seconds{rank="0",source="0"} 0.0' in metrics
-        assert float(re.findall(r"^ep_moe_balancedness (.*)", metrics, re.MULTILINE)[0]) == pytest.approx(1 / 3)
+        assert float(re.findall(r"^ep_moe_balancedness (.*)", metrics, re.MULTILINE)[0]) == 1.0
     panels = json.loads(GRAFANA.read_text())["panels"]
     asked = {
         name for panel in panels for target in panel["targets"] for name in re.findall(r"ep_moe_\w+", target["expr"])
@@ -1100,7 +1098,7 @@ def test_the_dashboard_asks_for_metrics_that_there_are(tokenizer: Any) -> None:
 def test_experts_that_move_take_their_tokens_along(tokenizer: Any) -> None:
     """Tokens count for the ranks that had the experts when they came, and the metrics have what ranks report."""
     limits = dataclasses.replace(LIMITS, num_ranks=2, placements=(Placement((0, 1, 2, 3), (0, 2, 4)),))
-    leader = Leader(mock.Mock(), limits)
+    leader = Leader(mock.Mock(seats=(0, 1)), limits)
     metrics, status = Metrics(leader), RebalanceStatus(rebalances=2, declined=1, moved_experts=3, moved_bytes=500)
     assert 'ep_moe_rebalance_state{state="off"} 1.0' in metrics.text().decode()
     moved = (Placement((0, 3, 2, 1), (0, 2, 4)),)

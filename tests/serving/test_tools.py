@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from helpers.fake_rows import LIMITS, FakeRows
+from helpers.fake_rows import ONE, FakeRows
 from transformers import AutoTokenizer
 from transformers.cli.serving.utils import get_response_template
 
@@ -117,7 +117,7 @@ def known_template(tokenizer: Any, model_type: str) -> Any:
 @contextlib.contextmanager
 def serving(tokenizer: Any, template: Any) -> Iterator[openai.OpenAI]:
     """A server at a port with `SayingRows`; yields a client of it."""
-    few = dataclasses.replace(LIMITS, num_ranks=1, num_positions=4096, max_prefill_tokens=2000)
+    few = dataclasses.replace(ONE, num_positions=4096, max_prefill_tokens=2000)
     leader = Leader(OneRank(SayingRows(few, 0)), few)
     service = Service(
         leader=leader, tokenizer=tokenizer, name="fake", metrics=Metrics(leader), response_template=template
