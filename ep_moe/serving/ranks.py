@@ -305,7 +305,8 @@ class StoreRanks:
         if not self._keeps:
             self._fail(why)
         self.lost[seat], process = why, self._ready.pop(seat)
-        self._starter.send((seat, process, 0.0 if still_there else END_SECS))
+        with contextlib.suppress(OSError):  # it has ended all, and why is received next
+            self._starter.send((seat, process, 0.0 if still_there else END_SECS))
 
     def _fail(self, why: str) -> NoReturn:
         """End the server."""
