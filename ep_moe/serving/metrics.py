@@ -61,6 +61,7 @@ class Metrics:
             )
         )
         self._registry.register(_Rebalancing(leader))
+        self._registry.register(_Heals(leader))
         waits = Gauge(
             "ep_moe_rank_wait_seconds",
             "Time that rounds of a rank have waited for a source rank so far, counted every two seconds",
@@ -123,3 +124,21 @@ class _Rebalancing:
         for name in (_OFF, *(each.value for each in RebalanceState)):
             state.add_metric([name], int(name == found.get("state", _OFF)))
         yield state
+
+
+class _Heals:
+    """Collects how often ranks were lost, and what became of their sequences."""
+
+    def __init__(self, leader: Leader) -> None:
+        self._leader = leader
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry."""
+        leader = self._leader
+        yield GaugeMetricFamily("ep_moe_lost_ranks", "Ranks of the launch that do not take part", len(leader.lost))
+        for name, what, value in (
+            ("heals", "Times that ranks were lost and the others went on", leader.num_heals),
+            ("heal_seconds", "Time without plans of these times", leader.heal_secs),
+            ("moved_sequences", "Sequences that have lost their row by that, and go on elsewhere", leader.num_moved),
+        ):
+            yield CounterMetricFamily(f"ep_moe_{name}", what, value=value)

@@ -1098,9 +1098,13 @@ def test_the_dashboard_asks_for_metrics_that_there_are(tokenizer: Any) -> None:
 def test_experts_that_move_take_their_tokens_along(tokenizer: Any) -> None:
     """Tokens count for the ranks that had the experts when they came, and the metrics have what ranks report."""
     limits = dataclasses.replace(LIMITS, num_ranks=2, placements=(Placement((0, 1, 2, 3), (0, 2, 4)),))
-    leader = Leader(mock.Mock(seats=(0, 1)), limits)
+    leader = Leader(mock.Mock(seats=(0, 1), lost={1: "rank 1 was killed"}), limits)
     metrics, status = Metrics(leader), RebalanceStatus(rebalances=2, declined=1, moved_experts=3, moved_bytes=500)
-    assert 'ep_moe_rebalance_state{state="off"} 1.0' in metrics.text().decode()
+    leader.num_heals, leader.heal_secs, leader.num_moved = 2, 1.5, 7
+    text = metrics.text().decode()
+    assert 'ep_moe_rebalance_state{state="off"} 1.0' in text
+    for line in ("lost_ranks 1.0", "heals_total 2.0", "heal_seconds_total 1.5", "moved_sequences_total 7.0"):
+        assert f"\nep_moe_{line}\n" in text
     moved = (Placement((0, 3, 2, 1), (0, 2, 4)),)
     for load, placements in (([6, 1, 1, 2], limits.placements), ([16, 3, 2, 5], moved), ([20, 6, 4, 6], moved)):
         entries = status_entries(dataclasses.replace(status, state=RebalanceState.MOVING, seconds=len(str(load))))
