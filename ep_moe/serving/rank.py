@@ -33,7 +33,7 @@ class Member:
 
     def regroup(self, epoch: int, seats: tuple[int, ...]) -> Joined:
         """Go on with these ranks, in a new `group`; a plan that had failed has no effect on `rows`. Collective."""
-        raise NotImplementedError
+        raise RuntimeError(f"rank {self.group.rank} cannot go on with other ranks")
 
 
 def follow(channel: RankChannel, member: Member, *, check: Callable[[], None] = lambda: None) -> None:

@@ -109,8 +109,8 @@ class OneRank:
         return [self._rows.run(self._sent.popleft())]
 
     def regroup(self) -> Regrouped:
-        """See `Ranks`; never needed."""
-        raise NotImplementedError
+        """See `Ranks`. Errors: RuntimeError."""
+        raise RuntimeError("there is one rank, which cannot go on with others")
 
     def check(self) -> None:
         """See `Ranks`."""

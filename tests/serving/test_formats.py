@@ -57,6 +57,18 @@ def allowed(mask: torch.Tensor) -> set[int]:
     return {32 * place + bit for place, word in enumerate(mask.tolist()) for bit in range(32) if word >> bit & 1}
 
 
+def limits_of(num_rows: int, num_positions: int, max_prefill_tokens: int) -> Limits:
+    return Limits(
+        num_ranks=1,
+        num_rows=num_rows,
+        num_positions=num_positions,
+        max_prefill_tokens=max_prefill_tokens,
+        max_waiting=9,
+        passes_per_plan=4,
+        vocab_size=256,
+    )
+
+
 @pytest.mark.parametrize("ends", [(), (0,), (7, 31)])
 def test_masks_are_the_tokens_that_continue_a_choice(tokenizer: Any, ends: tuple[int, ...]) -> None:
     """Every prefix of every choice, byte by byte; vocabularies of more tokens than the tokenizer has."""
@@ -132,15 +144,7 @@ def test_streams_go_on_while_a_grammar_is_compiled(monkeypatch: pytest.MonkeyPat
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
     grammars = RowGrammars(tokenizer, model.config.vocab_size, ())
     rows = RowDecoder(model, num_rows=5, num_positions=256, end_ids=(), graphs=False, grammars=grammars)
-    limits = Limits(
-        num_ranks=1,
-        num_rows=5,
-        num_positions=256,
-        max_prefill_tokens=16,
-        max_waiting=9,
-        passes_per_plan=4,
-        vocab_size=256,
-    )
+    limits = limits_of(5, 256, 16)
     [text] = StructuredOutputs(choice=["Amen, and Amen.", "Selah; " * 9]).grammars()
     asked = [(b"In the ", 200, ""), (b"And God ", 1, text), (b"And he said unto them, ", 60, text), (b"Lo", 60, text)]
     gate, compiling, compile_ = threading.Event(), threading.Event(), grammar.Compiler.matcher
@@ -177,15 +181,7 @@ def test_streams_go_on_while_a_grammar_is_compiled(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_grammars_end_and_its_error_end_a_sequence() -> None:
-    limits = Limits(
-        num_ranks=1,
-        num_rows=3,
-        num_positions=64,
-        max_prefill_tokens=32,
-        max_waiting=9,
-        passes_per_plan=4,
-        vocab_size=256,
-    )
+    limits = limits_of(3, 64, 32)
     scheduler = Scheduler(limits)
     for _ in range(3):
         scheduler.submit(Generation(prompt=(1,), max_new_tokens=9, sampling=Sampling(grammar="start: /a/")))
