@@ -65,8 +65,6 @@ def test_rows_of_named_and_recorded_loads(tmp_path: Path) -> None:
         assert even_load["balancedness_ratio"] > 0.9
         assert even_load["time_ratio"] == row.figures["call_us"] / even_load["call_us"]
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    # all experts on both ranks: each rank computes its own tokens
-    assert report["rank_load"][1] == report["rank_load"][3] == [160, 160]
 
 
 def test_steps_while_experts_move(tmp_path: Path) -> None:
