@@ -8,7 +8,7 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
-from ep_moe.app.start import on_ranks
+from ep_moe.app.start import check_model, on_ranks
 from ep_moe.config import EngineConfig
 from ep_moe.fields import Field, check_fields
 
@@ -43,7 +43,5 @@ def evaluate(engine: EngineConfig, config: EvalConfig) -> dict[str, Any]:
             f"window ({config.window}) * batch ({config.batch}) exceeds max_tokens_per_rank "
             f"({engine.max_tokens_per_rank})"
         )
-    from ep_moe.app.placements import check_model  # imports torch
-
     check_model(engine)
     return on_ranks("ep_moe.app.eval_rank:evaluate_rank_main", engine, config)

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Annotated, Any
 
 from ep_moe.app.rebalancing import RebalanceConfig
-from ep_moe.app.start import on_ranks
+from ep_moe.app.start import check_model, on_ranks
 from ep_moe.config import EngineConfig
 from ep_moe.fields import Field, check_fields, shown
 
@@ -50,7 +50,5 @@ def generate(engine: EngineConfig, config: GenerateConfig, rebalance: RebalanceC
 
     Errors: ValueError for an unreadable model directory, before ranks start.
     """
-    from ep_moe.app.placements import check_model  # imports torch
-
     check_model(engine)
     return on_ranks("ep_moe.app.generate_rank:generate_rank_main", engine, config, rebalance or RebalanceConfig())

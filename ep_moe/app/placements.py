@@ -1,22 +1,10 @@
 """Which rank has which expert, as options say; known before ranks start, so that its errors come at once."""
 
-from ep_moe.app.start import num_local_ranks, open_model
+from ep_moe.app.start import open_model
 from ep_moe.balance import ModelSizes, plan_placement, read_placements
 from ep_moe.config import EngineConfig
-from ep_moe.environment import LaunchEnv
 from ep_moe.placement import PLACEMENTS, Placement
-from ep_moe.weights import Checkpoint, families
-
-
-def check_model(engine: EngineConfig) -> Checkpoint:
-    """Read the headers of the model's directory, and its placements, before ranks start.
-
-    Errors: ValueError as of `Checkpoint.open` and `placements_for`. Local.
-    """
-    checkpoint, env = open_model(engine), LaunchEnv.from_environ()
-    num_nodes = engine.nodes if engine.ray else 1
-    placements_for(engine, num_local_ranks(engine) * num_nodes if env is None else env.world_size)
-    return checkpoint
+from ep_moe.weights import families
 
 
 def model_sizes(engine: EngineConfig) -> ModelSizes:

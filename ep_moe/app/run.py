@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ep_moe.app.rebalancing import JobRebalanceConfig, RebalanceConfig
-from ep_moe.app.start import on_ranks
+from ep_moe.app.start import check_model, on_ranks
 from ep_moe.config import EngineConfig, config_dir, from_mapping, read_tables, read_toml
 from ep_moe.fields import Field, check_fields
 
@@ -65,8 +65,6 @@ def run(engine: EngineConfig, config: RunConfig, rebalance: RebalanceConfig | No
 
     Errors: ValueError for an unreadable model directory or a scheme that quantizes, before ranks start.
     """
-    from ep_moe.app.placements import check_model  # imports torch
-
     _check_scheme(engine, check_model(engine))
     return on_ranks("ep_moe.app.run_rank:run_rank_main", engine, config, rebalance or JobRebalanceConfig())
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from ep_moe import logs
 from ep_moe.app.rebalancing import RebalanceConfig
-from ep_moe.app.start import PRELOAD, on_ranks, pick_device
+from ep_moe.app.start import PRELOAD, check_model, on_ranks, pick_device
 from ep_moe.config import EngineConfig
 from ep_moe.environment import LaunchEnv, server_key
 from ep_moe.fields import Field, check_fields
@@ -125,8 +125,6 @@ def serve(engine: EngineConfig, config: ServeConfig, rebalance: RebalanceConfig 
     Errors: ValueError for an unreadable model directory or file of keys and RuntimeError for missing packages or a port
     in use, before ranks start; RankFailedError names a lost rank.
     """
-    from ep_moe.app.placements import check_model  # imports torch
-
     check_model(engine)
     config.read_keys()
     rebalance = rebalance or RebalanceConfig()

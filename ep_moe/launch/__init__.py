@@ -1,12 +1,17 @@
 """Starts ranks, on this machine or on the nodes of a Ray cluster, reports the first failure and ends the other ranks.
 
 A launcher serves the store through which the ranks join in a process that outlives any rank, and writes deaths to it
-for the surviving ranks.
+for the surviving ranks. Names are imported at their first use: the server that forks ranks starts before torch is here.
 """
 
-from ep_moe.launch.local import KEEP, Ended, Front, FrontFailedError, launch, start_server
-from ep_moe.launch.outcomes import RankFailedError, RankTraceback
-from ep_moe.launch.rank import Target, run_rank
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ep_moe.launch.local import KEEP, Ended, Front, FrontFailedError, launch
+    from ep_moe.launch.outcomes import RankFailedError, RankTraceback
+    from ep_moe.launch.rank import Target, run_rank
+    from ep_moe.launch.server import start_server
 
 __all__ = [
     "KEEP",
@@ -20,3 +25,17 @@ __all__ = [
     "run_rank",
     "start_server",
 ]
+
+_MODULES = {
+    "RankFailedError": "outcomes",
+    "RankTraceback": "outcomes",
+    "Target": "rank",
+    "run_rank": "rank",
+    "start_server": "server",
+}  # of the names of __all__ that are not of `local`
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES.get(name, 'local')}"), name)

@@ -13,11 +13,9 @@ import os
 import secrets
 import signal
 import sys
-import tempfile
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_any
 from multiprocessing.process import BaseProcess
@@ -32,12 +30,12 @@ from ep_moe.fields import require, shown
 from ep_moe.group import DEATHS_KEY, DEFAULT_CONFIG, StorePlace, secret_key, serve_store
 from ep_moe.launch.outcomes import Failure, Outcomes
 from ep_moe.launch.rank import Target, call_payload, rank_environ, read_outcome, run_pickled
+from ep_moe.launch.server import open_standard_descriptors, start_server
 from ep_moe.launch.signals import held_back, terminable
 
 HOST = "127.0.0.1"  # all ranks are on this machine
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TERMINATE_SECS = 1.0  # between SIGTERM and SIGKILL
-SOCKET_FOLDER_BYTES = 75  # a socket's path has at most 107 (linux/un.h), of which multiprocessing adds 32
 EXIT_CODE_SECS = 5.0  # the fork server reports an exit code a moment after the process has gone
 
 
@@ -80,7 +78,7 @@ def launch(
     added = dict(env or {})
     for name, value in added.items():
         require(isinstance(name, str) and isinstance(value, str), f"env has {shown(name)}: {shown(value)}, no texts")
-    _open_standard_descriptors()
+    open_standard_descriptors()
     store = serve_store(HOST, 0, config.timeout_secs)
     ranks = _Ranks(store, num_ranks, grace_secs, front)
     with terminable():
@@ -91,49 +89,6 @@ def launch(
             # for about a second at most
             with held_back(signal.SIGINT, signal.SIGTERM):
                 ranks.end()
-
-
-def start_server(preload: Sequence[str] = ()) -> None:
-    """Start the server that forks ranks ahead of the first launch; it imports in the background.
-
-    Args:
-        preload: as in `launch`; without effect if the server is running already.
-    """
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "torch.distributed", *preload])
-    _open_standard_descriptors()
-    _choose_socket_folder()
-    resource_tracker.ensure_running()  # first: the server's start would start it too, and that unblocks SIGINT
-    with held_back(signal.SIGINT):  # on Ctrl-C during its imports the server would print a traceback
-        forkserver.ensure_running()
-
-
-def _choose_socket_folder() -> None:
-    """Let multiprocessing put its sockets into /tmp if the folder that TMPDIR names is too long for them.
-
-    Errors: RuntimeError if /tmp is no folder to write to.
-    """
-    folder = tempfile.gettempdir()
-    if len(os.fsencode(folder)) <= SOCKET_FOLDER_BYTES:
-        return
-    tempfile.tempdir = "/tmp"
-    try:
-        util.get_temp_dir()  # made once in a process
-    except OSError as error:
-        raise RuntimeError(
-            f"TMPDIR ({folder!r}) has {len(os.fsencode(folder))} bytes, sockets of ranks take at most "
-            f"{SOCKET_FOLDER_BYTES}, and /tmp cannot be used: {error}"
-        ) from None
-    finally:
-        tempfile.tempdir = folder
-
-
-def _open_standard_descriptors() -> None:
-    """Open /dev/null in place of closed standard streams: else a socket gets the number to which libraries print."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
