@@ -8,7 +8,8 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
-from ep_moe.app.start import check_model, on_ranks
+from ep_moe.app.check import check_model
+from ep_moe.app.start import on_ranks
 from ep_moe.config import EngineConfig
 from ep_moe.fields import Field, check_fields
 

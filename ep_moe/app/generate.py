@@ -3,8 +3,9 @@
 import dataclasses
 from typing import Annotated, Any
 
+from ep_moe.app.check import check_model
 from ep_moe.app.rebalancing import RebalanceConfig
-from ep_moe.app.start import check_model, on_ranks
+from ep_moe.app.start import on_ranks
 from ep_moe.config import EngineConfig
 from ep_moe.fields import Field, check_fields, shown
 

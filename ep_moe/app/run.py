@@ -9,8 +9,9 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from ep_moe.app.check import check_model
 from ep_moe.app.rebalancing import JobRebalanceConfig, RebalanceConfig
-from ep_moe.app.start import check_model, on_ranks
+from ep_moe.app.start import on_ranks
 from ep_moe.config import EngineConfig, config_dir, from_mapping, read_tables, read_toml
 from ep_moe.fields import Field, check_fields
 

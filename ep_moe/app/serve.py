@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ep_moe import logs
+from ep_moe.app.check import check_model
 from ep_moe.app.rebalancing import RebalanceConfig
-from ep_moe.app.start import PRELOAD, check_model, on_ranks, pick_device
+from ep_moe.app.start import PRELOAD, on_ranks, pick_device
 from ep_moe.config import EngineConfig
 from ep_moe.environment import LaunchEnv, server_key
 from ep_moe.fields import Field, check_fields

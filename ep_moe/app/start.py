@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 SHIPPED_MODEL = Path(__file__).parent / "model"
 SHIPPED_TEXT = Path(__file__).parent / "heldout.txt"  # the first 64 KiB of the text that its training did not see
 CPU_RANKS = 4  # by default
-GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA, AMD, Windows Subsystem for Linux
 # modules of the worker entry points, which import transformers
 PRELOAD = ("ep_moe.app.run_rank", "ep_moe.app.generate_rank", "ep_moe.app.eval_rank", "ep_moe.app.serve_rank")
 
@@ -41,27 +40,6 @@ def open_model(engine: EngineConfig) -> "Checkpoint":
     from ep_moe.weights import Checkpoint
 
     return Checkpoint.open(model_dir(engine))
-
-
-def check_model(engine: EngineConfig) -> "Checkpoint":
-    """Read the headers of the model's directory, and its placements, before ranks start.
-
-    This process imports torch for it. The server that forks ranks, if they compute on CPUs, starts first and imports
-    beside this process.
-
-    Errors: ValueError as of `Checkpoint.open` and `placements_for`. Local.
-    """
-    surely_cpu = engine.device == "cpu" or not any(Path(each).exists() for each in GPU_DRIVERS)
-    if surely_cpu and not engine.ray and LaunchEnv.from_environ() is None:
-        from ep_moe.launch import start_server
-
-        start_server(PRELOAD)
-    from ep_moe.app.placements import placements_for
-
-    checkpoint, env = open_model(engine), LaunchEnv.from_environ()
-    num_nodes = engine.nodes if engine.ray else 1
-    placements_for(engine, num_local_ranks(engine) * num_nodes if env is None else env.world_size)
-    return checkpoint
 
 
 def num_local_ranks(engine: EngineConfig) -> int:

@@ -414,8 +414,8 @@ QUICK = (
 )
 
 
-def test_help_and_wrong_arguments_import_nothing_slow() -> None:
-    """torch takes two seconds, transformers three more."""
+def test_nothing_slow_is_imported_for_help_and_wrong_arguments_and_before_the_server() -> None:
+    """torch takes two seconds, transformers three more; the server that forks ranks imports them meanwhile."""
     code = f"""
 import sys
 from ep_moe.__main__ import main
@@ -425,6 +425,8 @@ for arguments in {QUICK}:
         main()
     except SystemExit:
         pass
+from ep_moe.app.check import check_model
+from ep_moe.launch import start_server
 print("loaded", [name for name in ("torch", "triton", "transformers", "numpy", "matplotlib") if name in sys.modules])
 """
     done = call(sys.executable, "-c", code, cwd=ROOT)

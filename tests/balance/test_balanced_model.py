@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from ep_moe.app.balance import BalancePlanConfig, RecordConfig, balance_plan, record
+from ep_moe.app.check import check_model
 from ep_moe.app.placements import model_sizes, placements_for
-from ep_moe.app.start import SHIPPED_MODEL, check_model
+from ep_moe.app.start import SHIPPED_MODEL
 from ep_moe.balance import RecordedLoad, plan_placement, read_placements
 from ep_moe.balance.rebalancer import RebalanceStatus
 from ep_moe.config import EngineConfig
