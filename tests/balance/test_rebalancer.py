@@ -206,7 +206,7 @@ def decode(group: EPGroup, every: int | None, mapped: bool) -> tuple[torch.Tenso
     if every is not None:
         session.rebalancer = Rebalancer(session.layers, group, every=every, min_gain=0.0, mapped=mapped)
     ids = torch.randint(1, 255, (2, 9), generator=torch.Generator().manual_seed(group.rank))
-    made = generate(model, ids, GenerationOptions(max_new_tokens=48))
+    made = generate(model, ids, GenerationOptions(max_new_tokens=24))
     status = RebalanceStatus() if session.rebalancer is None else session.rebalancer.status
     moved = session.placements != linear
     session.destroy()
@@ -218,7 +218,7 @@ def decode_twice(group: EPGroup) -> list[Any]:
 
 
 def test_tokens_are_equal_while_experts_move() -> None:
-    for plain, *others in launch(decode_twice, num_ranks=4, device="cpu"):
+    for plain, *others in launch(decode_twice, num_ranks=2, device="cpu"):
         assert not plain[2]
         for tokens, status, moved in others:
             assert torch.equal(tokens, plain[0])

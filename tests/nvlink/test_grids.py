@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 
 import pytest
 
@@ -41,7 +40,8 @@ def check_on_rank(group: EPGroup) -> dict[str, str]:
     """The outcome of each grid on this rank: "" or the error."""
     outcomes = dict.fromkeys(GRIDS, "")
     for number, (name, programs) in enumerate(GRIDS.items()):
-        for case, word_tokens in itertools.product(CASES, (16, 0)):
+        for place, case in enumerate(CASES):
+            word_tokens = (16, 0)[(number + place) % 2]
             halves = (False, False) if programs.fused else (number % 2 == 0, word_tokens == 0)
             with patched(WORD_TOKENS=word_tokens, SELF_COUNTED_TOKENS=2), with_programs(programs):
                 transport = NvlinkTransport(group, case.make_placement(), case.config)
