@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # some images set it, and each process would compile the package and its tests again
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`pytest` without arguments runs the folders that mostly wait by `test_waiting`, else these themselves."""
+    folders = [folder for group in separate.WAITING for folder in group]
+    plain = not config.invocation_params.args
+    elsewhere = collection_path in folders if plain else collection_path.name == "test_waiting.py"
+    return True if elsewhere else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,9 +46,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         return
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # in a separate process, whose ranks import less
     if not interpreted and not torch.cuda.is_available():  # imports may initialize CUDA, which must not be forked
-        start_server((*PRELOAD, "pytest", "ep_moe.testing"))
+        start_server((*PRELOAD, "pytest", "ep_moe.testing", "torch._inductor.config"))
     marks = [item.get_closest_marker("separate") for item in session.items]
-    separate.start([(mark.args[0], mark.kwargs.get("waits", False)) for mark in marks if mark])
+    separate.start([mark for mark in marks if mark])
 
 
 def pytest_sessionfinish() -> None:

@@ -1,8 +1,9 @@
-"""Runs groups of test files that need another environment in separate processes, in parallel with the session.
+"""Runs groups of test files and folders in separate processes, in parallel with the session.
 
-The test of a group has the mark `separate(files)`, runs after all others, and waits for `outcome(files)`. Many tests
-of the session only wait, for ranks or for time to pass; the groups use the idle core, at lower priority. A group that
-mostly waits itself has the mark `separate(files, waits=True)`: it takes no core, and has its times at normal priority.
+The test of a group has the mark `separate(files)`, runs after all others, and waits for `outcome(files)`. Its files run
+in Triton's interpreter, or with `interpreted=False` as in the session. Many tests of the session only wait, for ranks
+or for time to pass; the groups use the idle core, at lower priority. A group that mostly waits itself has the mark
+`separate(files, waits=True)`: it takes no core, and has its times at normal priority.
 """
 
 import concurrent.futures
@@ -14,10 +15,14 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
+import pytest
+
 SECS = 600.0  # timeout of a group
 LESS_PRIORITY = ("nice", "-n", "5")
 
 Files = tuple[Path, ...]
+TESTS = Path(__file__).parents[1]
+WAITING = (TESTS / "app", TESTS / "group", TESTS / "launch"), (TESTS / "serving",)  # for commands, servers, lost ranks
 _groups: dict[Files, "concurrent.futures.Future[tuple[int, str]]"] = {}
 _running: set["subprocess.Popen[str]"] = set()
 _lock = threading.Lock()
@@ -34,15 +39,19 @@ def groups(folder: Path, count: int, *, without: Iterable[str] = ()) -> list[Fil
     return [tuple(files[first::count]) for first in range(count)]
 
 
-def start(files: Iterable[tuple[Files, bool]]) -> None:
-    """Run these groups, which wait or not, one per core; the session keeps one core until it waits for an `outcome`."""
-    cores, waits = len(os.sched_getaffinity(0)), dict(files)
+def start(marks: Iterable[pytest.Mark]) -> None:
+    """Run the groups of these marks, one per core; the session keeps one core until it waits for an `outcome`.
+
+    Of those that wait two run at a time, beside the others.
+    """
+    cores = len(os.sched_getaffinity(0))
     _cores.release(max(cores - 1, 1))
-    pool = concurrent.futures.ThreadPoolExecutor(cores + sum(waits.values()))
-    _pools.append(pool)
-    _groups.update(
-        (group, pool.submit(_run, group, waits[group])) for group in sorted(waits, key=waits.get, reverse=True)
-    )
+    computing, waiting = (concurrent.futures.ThreadPoolExecutor(threads) for threads in (cores, 2))
+    _pools.extend((computing, waiting))
+    for mark in marks:
+        options = {"waits": False, "interpreted": True, **mark.kwargs}
+        pool = waiting if options["waits"] else computing
+        _groups[mark.args[0]] = pool.submit(_run, mark.args[0], **options)
 
 
 def outcome(files: Files) -> tuple[int, str]:
@@ -64,14 +73,11 @@ def stop() -> None:
             process.terminate()
 
 
-def interpreted(files: Files) -> tuple[list[str], dict[str, str]]:
-    """The command and the environment of these files in Triton's interpreter."""
+def _run(files: Files, waits: bool, interpreted: bool) -> tuple[int, str]:
     command = [sys.executable, "-m", "pytest", *map(str, files), "--tb=short", "-p", "no:cacheprovider"]
-    return command, {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-
-
-def _run(files: Files, waits: bool) -> tuple[int, str]:
-    command, environment = interpreted(files)
+    environment = dict(os.environ)
+    if interpreted:
+        environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     if waits:
         return _run_command(command, environment)
     with _cores:
@@ -83,7 +89,7 @@ def _run_command(command: list[str], environment: dict[str, str]) -> tuple[int, 
     with _lock:
         if _ended.is_set():
             return 1, "the tests have ended"
-        process = subprocess.Popen(command, env=environment, cwd=Path(__file__).parents[2], **pipes)
+        process = subprocess.Popen(command, env=environment, cwd=TESTS.parent, **pipes)
         _running.add(process)
     try:
         output, _ = process.communicate(timeout=SECS)
