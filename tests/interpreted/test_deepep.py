@@ -58,7 +58,7 @@ def check_on_rank(group: EPGroup) -> dict[str, str]:
                 except (AssertionError, ValueError) as error:
                     wrong[f"{mode}, {case.name}"] = str(error)
                 transport.destroy()
-        for name in ("slots", "abandon", "sit_out", "num_tokens", *(() if INTERPRETING else ("refusals",))):
+        for name in ("num_tokens", *(() if INTERPRETING else ("slots", "abandon", "sit_out", "refusals"))):
             try:
                 CHECKS[name](make, group)
             except (AssertionError, ValueError) as error:

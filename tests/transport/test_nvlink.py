@@ -138,7 +138,11 @@ from triton.backends.nvidia.compiler import CUDABackend
 from compile_check.exchange_cases import _round
 from compile_check.stub import compile_only
 from ep_moe.config import Layout
-with compile_only(90) as recorder, mock.patch.object(CUDABackend, "make_cubin", return_value=b""):
+def stop(module, metadata, *options):
+    metadata |= {"shared": 0, "name": ""}
+    return ""
+later = {"make_ttgir": stop, "make_llir": stop, "make_ptx": stop, "make_cubin": lambda *given: b""}
+with compile_only(90) as recorder, mock.patch.multiple(CUDABackend, **{n: staticmethod(s) for n, s in later.items()}):
     _round("words", "fp8_block", Layout.COMPACT, tokens=8).launch()
 for kernel, compiled in recorder.launches:
     for count in re.findall(r"tt\.load .*isVolatile = true.* : tensor<(\d+)x!tt", compiled.asm["ttir"]):
