@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.sampling import thinned
 
 from ep_moe.kernel_launch.kernel import as_constants
 from ep_moe.kernels.gemm.arguments import RowGroups, Rows, Stored, TileList
@@ -38,17 +39,13 @@ def quantize_both(x: torch.Tensor, name: str) -> tuple:
     return tuple(Quantized(values=values, scale=scale, scheme=scheme) for values, scale in (actual, expected))
 
 
-@pytest.mark.parametrize(
-    ("tokens", "width", "dtype"),
-    [
-        *((tokens, width, torch.bfloat16) for tokens in (1, 37) for width in (16, 48, 144, 2880)),
-        (0, 48, torch.bfloat16),
-        (37, 144, torch.float32),
-        (37, 144, torch.float16),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("name", SCHEMES)
+QUANTIZED = [
+    *((tokens, width, torch.bfloat16) for tokens in (1, 37) for width in (16, 48, 144, 2880)),
+    *((0, 48, torch.bfloat16), (37, 144, torch.float32), (37, 144, torch.float16)),
+]
+
+
+@pytest.mark.parametrize(("name", "tokens", "width", "dtype"), thinned(SCHEMES, QUANTIZED), ids=str)
 def test_quantize(name: str, tokens: int, width: int, dtype: torch.dtype) -> None:
     """Magnitudes from 1e-3 to 10, values next to ties of e4m3, and rows of zeros."""
     x = torch.randn(tokens, width + 16, generator=generator(f"{tokens} {width}")) * torch.logspace(-3, 1, width + 16)

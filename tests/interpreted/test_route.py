@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.sampling import thinned
 
 from ep_moe.config import RoutingConfig, RoutingMethod
 from ep_moe.placement import Placement
@@ -128,8 +129,7 @@ def compare(
     torch.testing.assert_close(found.topk_weights[rows], wanted.topk_weights[rows], **near)
 
 
-@pytest.mark.parametrize("num_experts", SIZES)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("name", "num_experts"), thinned(METHODS, SIZES))
 def test_random_logits(name: str, num_experts: int) -> None:
     """All dtypes, strides and placements: which ones, depends on the case."""
     case = [*METHODS].index(name) + [*SIZES].index(num_experts)
