@@ -12,18 +12,7 @@ from unittest import mock
 import engine_cases
 import sglang_twins
 import torch
-from engine_process import (
-    CHECKPOINTS,
-    MAX_TOKENS,
-    RANK,
-    WORLD,
-    Engine,
-    attempt,
-    dead_rank,
-    main,
-    next_port,
-    report,
-)
+from engine_process import CHECKPOINTS, MAX_TOKENS, RANK, WORLD, Engine, attempt, dead_rank, main, next_port, report
 from safetensors.torch import load_file
 
 sglang_twins.install()

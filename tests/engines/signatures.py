@@ -134,10 +134,7 @@ IGNORED: tuple[tuple[str, str], ...] = (  # parameters and fields that nothing r
         " TritonKernelTopKOutput.a_ragged_metadata",
         "sums of the rows of experts, which are read; outputs are read by place",
     ),
-    (
-        "FusedMoEQuantConfig.per_out_ch_quant",
-        "of another part of vLLM's kernel, or known from the tensors",
-    ),
+    ("FusedMoEQuantConfig.per_out_ch_quant", "of another part of vLLM's kernel, or known from the tensors"),
     (
         "_BatchedExperts.workspace_shapes.M _BatchedExperts.workspace_shapes.aq _BatchedExperts.workspace_shapes.topk"
         " _BatchedExperts.workspace_shapes.global_num_experts",

@@ -73,10 +73,7 @@ class Case:
     def moe(self, world: int) -> MoEConfig:
         """The layer as the oracle knows it."""
         return MoEConfig(
-            hidden=self.hidden,
-            intermediate=self.intermediate,
-            num_experts=self.num_experts[world],
-            scheme=self.scheme,
+            hidden=self.hidden, intermediate=self.intermediate, num_experts=self.num_experts[world], scheme=self.scheme
         )
 
 

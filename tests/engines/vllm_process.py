@@ -10,18 +10,7 @@ import torch
 import vllm
 import vllm_cases
 import vllm_twins
-from engine_process import (
-    CHECKPOINTS,
-    MAX_TOKENS,
-    RANK,
-    WORLD,
-    Engine,
-    attempt,
-    dead_rank,
-    main,
-    next_port,
-    report,
-)
+from engine_process import CHECKPOINTS, MAX_TOKENS, RANK, WORLD, Engine, attempt, dead_rank, main, next_port, report
 from prompts import prompts
 from vllm.config import DeviceConfig, set_current_vllm_config
 from vllm.distributed import parallel_state

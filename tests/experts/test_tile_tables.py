@@ -25,14 +25,7 @@ from ep_moe.experts.tile_tables import (
 )
 from ep_moe.experts.tuning import HOPPER_TILES, GemmTiles
 
-GEMM = {
-    "BLOCK_SIZE_N": 64,
-    "BLOCK_SIZE_K": 32,
-    "SWAP_AB": False,
-    "num_warps": 8,
-    "num_stages": 2,
-    "PROGRAMS_PER_SM": 3,
-}
+GEMM = {"BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "SWAP_AB": False, "num_warps": 8, "num_stages": 2, "PROGRAMS_PER_SM": 3}
 
 
 def good() -> dict[str, Any]:

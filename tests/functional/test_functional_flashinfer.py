@@ -104,32 +104,17 @@ def numbers(low: float, high: float, seed: int, count: int = EXPERTS) -> torch.T
     return torch.rand(count, generator=generator(seed)) * (high - low) + low
 
 
-ACTIVATIONS = {
-    3: "swiglu",
-    4: "geglu",
-    6: "relu2",
-    7: "swiglu_step",
-    8: "geglu_tanh",
-    9: "identity",
-    10: "situ",
-}
+ACTIVATIONS = {3: "swiglu", 4: "geglu", 6: "relu2", 7: "swiglu_step", 8: "geglu_tanh", 9: "identity", 10: "situ"}
 
 
-@pytest.mark.parametrize("biased", [False, True], ids=["", "biases"])
-@pytest.mark.parametrize("scalars", ["", "111", "100", "010", "001", "110"])
+@pytest.mark.parametrize(
+    ("scalars", "biased"), [("", False), ("111", True), ("100", False), ("010", True), ("001", True), ("110", False)]
+)
 @pytest.mark.parametrize(
     ("number", "own"),
     [
-        (3, ""),
-        (3, "alpha"),
-        (3, "alpha beta limit"),
-        (3, "limit"),
-        (4, ""),
-        (6, ""),
-        (7, "limit"),
-        (8, ""),
-        (9, ""),
-        (10, "alpha beta limit"),
+        *((3, ""), (3, "alpha"), (3, "alpha beta limit"), (3, "limit"), (4, ""), (6, "")),
+        *((7, "limit"), (8, ""), (9, ""), (10, "alpha beta limit")),
     ],
 )
 def test_activations_and_scalars(number: int, own: str, scalars: str, biased: bool, run: Any) -> None:
@@ -566,12 +551,7 @@ MODES: dict[str, dict[str, Any]] = {
     "input_scale": {"fc2_input_scale": torch.tensor([0.5]), "input_global_scale": torch.tensor(0.013)},
     "input_scales": {"fc2_input_scale": torch.tensor([0.5]), "input_global_scale": numbers(0.001, 5.0, 24)},
 }
-FUNCTIONS = {
-    "silu": "swiglu",
-    "gelu_tanh": "geglu_tanh",
-    "swigluoai_uninterleave": "swiglu",
-    "relu2": "relu2",
-}
+FUNCTIONS = {"silu": "swiglu", "gelu_tanh": "geglu_tanh", "swigluoai_uninterleave": "swiglu", "relu2": "relu2"}
 
 
 @pytest.mark.parametrize("activation", FUNCTIONS)

@@ -578,8 +578,7 @@ def test_bad_arguments_of_the_others_are_named() -> None:
         )
     with pytest.raises(ValueError, match=r"config: BLOCK_SIZE_M \(None\) is not a power of two from 16 to 256"):
         invoke_moe_batched_triton_kernel(
-            *(x, x, torch.empty(6, 24, 24), counts(), tl.float32),
-            *(None, None, None, False, False, False, {}, False),
+            *(x, x, torch.empty(6, 24, 24), counts(), tl.float32), *(None, None, None, False, False, False, {}, False)
         )
     with pytest.raises(ValueError, match=r"A is torch.float32; torch.bfloat16 needed with compute_type"):
         invoke_moe_batched_triton_kernel(

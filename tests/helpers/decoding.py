@@ -16,12 +16,7 @@ from helpers.small_models import LATENT, make_model
 
 TEXTS = ("In the beginning God ", "And he said unto ", "Blessed are the poor in spirit: for ", "The")
 MODELS: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {
-        "model_type": "qwen3_moe",
-        "moe_intermediate_size": 16,
-        "num_experts": 5,
-        "norm_topk_prob": True,
-    },
+    "qwen3_moe": {"model_type": "qwen3_moe", "moe_intermediate_size": 16, "num_experts": 5, "norm_topk_prob": True},
     "mixtral_windows": {"model_type": "mixtral", "num_local_experts": 4, "sliding_window": 6},
     "gpt_oss_windows": {
         "model_type": "gpt_oss",

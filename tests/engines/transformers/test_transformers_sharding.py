@@ -25,12 +25,7 @@ from ep_moe.launch import launch
 from ep_moe.placement import Placement
 
 MODELS: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {
-        "moe_intermediate_size": 16,
-        "num_experts": 5,
-        "mlp_only_layers": [1],
-        "tie_word_embeddings": True,
-    },
+    "qwen3_moe": {"moe_intermediate_size": 16, "num_experts": 5, "mlp_only_layers": [1], "tie_word_embeddings": True},
     "mixtral": {"num_local_experts": 4},
     "gpt_oss": {"num_local_experts": 4, "layer_types": ["full_attention"] * 3},
     "deepseek_v3": {
