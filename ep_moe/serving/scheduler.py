@@ -341,6 +341,9 @@ class Scheduler:
     def _end(self, sequence: _Sequence) -> None:
         """Free a sequence's row."""
         self._keep(sequence)
+        self._leave_row(sequence)
+
+    def _leave_row(self, sequence: _Sequence) -> None:
         self._rows[sequence.rank][sequence.start.row] = None
         if sequence in self._filling[sequence.rank]:
             self._filling[sequence.rank].remove(sequence)
@@ -471,8 +474,14 @@ class Scheduler:
         """What the oldest plan in progress has made, by rank; returns (ticket, progress) pairs."""
         return self._take(self._planned.popleft(), dict(zip(self._seats, made, strict=True)))
 
-    def _take(self, planned: _Planned, made: Mapping[int, RowsMade]) -> list[tuple[int, Progress]]:
-        """What some ranks have made of a plan."""
+    def _take(
+        self, planned: _Planned, made: Mapping[int, RowsMade], spoilt: "list[_Sequence] | None" = None
+    ) -> list[tuple[int, Progress]]:
+        """What some ranks have made of a plan.
+
+        Args:
+            spoilt: for sequences that may have numbers of a rank that has failed in this plan; it had no others.
+        """
         found = []
         for sequence, column, count in planned.parts:
             rank, row = sequence.rank, sequence.start.row
@@ -482,6 +491,12 @@ class Scheduler:
             if self._rows[rank][row] is not sequence:
                 continue  # it has ended meanwhile
             new = tuple(step[column] for step in made[rank].tokens if step[column] != NONE)
+            # a failed rank sends NaN, of which a chunk that is not the prompt's last has stored keys and values
+            if spoilt is not None and (BROKEN in new or (planned.plan.chunks and not count)):
+                self._leave_row(sequence)
+                self._ended[rank].add(row)
+                spoilt.append(sequence)
+                continue
             if BROKEN in new:
                 sequence.made.clear()  # nothing of it is kept
                 self._end(sequence)
@@ -526,14 +541,16 @@ class Scheduler:
         Args:
             seats: the ranks from now on, as numbered by the limits, ascending.
             answers: of those among them that stay: what the oldest plans in progress have made there. The other plans
-                in progress have had no effect but to the prefix cache, and are made anew.
+                in progress have had no effect but to the prefix cache, and are made anew. Of a plan that not all have
+                carried out, numbers that are not finite are taken for those of a rank that has failed in it.
             forgotten: rows of the same ranks that have lost their keys and values.
         Returns: as `take`, from these answers; and how many sequences have lost their row.
         """
         found, plans, lost = [], list(self._planned), list[_Sequence]()
         self._planned.clear()
         for index, planned in enumerate(plans):
-            found += self._take(planned, {rank: each[index] for rank, each in answers.items() if index < len(each)})
+            made = {rank: each[index] for rank, each in answers.items() if index < len(each)}
+            found += self._take(planned, made, None if len(made) == len(self._seats) else lost)
         for index, planned in enumerate(plans):
             for place, rank in enumerate(self._seats):
                 if index >= len(answers.get(rank, plans)):
@@ -541,9 +558,7 @@ class Scheduler:
         for rank, rows in forgotten.items():
             gone = [each for row in rows if (each := self._rows[rank][row]) is not None]
             for sequence in gone:
-                self._rows[rank][sequence.start.row] = None
-                if sequence in self._filling[rank]:
-                    self._filling[rank].remove(sequence)
+                self._leave_row(sequence)
             lost += gone
         for rank in {*range(len(self._rows))} - answers.keys():
             lost += [sequence for sequence in self._rows[rank] if sequence is not None]

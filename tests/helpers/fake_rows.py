@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import multiprocessing
 import os
+import random
 import signal
 import threading
 
@@ -99,6 +100,25 @@ class FakeRows:
         self._run(plan)
         for name, value in before.items():
             setattr(self, name, value)
+
+    def spoil(self, plan: RowsPlan, made: RowsMade, chance: random.Random) -> RowsMade:
+        """NaN from a rank that has failed in this plan, the last one that this rank has carried out."""
+        tokens = [list(step) for step in made.tokens]
+        for column in range(len(tokens[0])):
+            row, size = plan.chunks[self._rank][column] if plan.chunks else (column, 0)
+            steps = [index for index, step in enumerate(tokens) if step[column] != NONE]
+            if chance.random() < 0.5:
+                continue
+            if size:
+                last = self._positions[row]
+                self._cells[row][last - size : last] = [BROKEN] * size
+            if steps:
+                first = chance.choice(steps)
+                for index in steps:
+                    tokens[index][column] = made.tokens[index][column] if index < first else NONE
+                tokens[first][column] = BROKEN
+                self._live.pop(row, None)
+        return dataclasses.replace(made, tokens=tokens)
 
     def run(self, plan: RowsPlan) -> RowsMade:
         """See `RowDecoder.run`."""
