@@ -1,10 +1,11 @@
 """How a rank picks its device, joins the other ranks through a store, and leaves them after a loss."""
 
+import concurrent.futures
 import dataclasses
 import datetime
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -76,6 +77,8 @@ class Epoch:
 
 
 _ABORT_SECS = 10.0
+POLL_SECS = 0.1
+LAST_SECS = 0.5  # for a process group to be made although a rank has just died
 
 
 def pick_device(device: torch.device | str | None, local_rank: int, local_num_ranks: int) -> torch.device:
@@ -144,7 +147,7 @@ def join_world(epoch: Epoch, config: GroupConfig, device: torch.device) -> Watch
         if not later:
             check_nodes([(beat.host, beat.local_rank) for beat in watch.beats()], env)
         try:
-            _init_world(dist.PrefixStore(secret_key(secret, f"{key}/group"), store), epoch, config, device)
+            _init_world(dist.PrefixStore(secret_key(secret, f"{key}/group"), store), epoch, config, device, watch)
         except RuntimeError as error:
             raise watch.explain(error, "connect", None) or error from error
     except BaseException:
@@ -232,7 +235,7 @@ def drop_world(holder: list[dist.ProcessGroup | None], backend: str) -> None:
     threading.Thread(target=holder.clear, name="ep_moe-release", daemon=True).start()
 
 
-def _init_world(store: dist.Store, epoch: Epoch, config: GroupConfig, device: torch.device) -> None:
+def _init_world(store: dist.Store, epoch: Epoch, config: GroupConfig, device: torch.device, watch: Watch) -> None:
     timeout_secs, backend = config.timeout_secs, backend_of(device)
     # part of torch's keys: it counts groups that could not be made, of which ranks may have seen different numbers
     dist.distributed_c10d._world.group_count = 0
@@ -240,11 +243,33 @@ def _init_world(store: dist.Store, epoch: Epoch, config: GroupConfig, device: to
         torch.cuda.set_device(device)
     if backend == "nccl":
         timeout_secs = 2 * timeout_secs + 30  # NCCL's timeout is the last resort: longer than ours plus an abort
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=epoch.rank,
-        world_size=len(epoch.seats),
-        timeout=datetime.timedelta(seconds=timeout_secs),
-        device_id=device if backend == "nccl" else None,
-    )
+
+    def init() -> None:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=epoch.rank,
+            world_size=len(epoch.seats),
+            timeout=datetime.timedelta(seconds=timeout_secs),
+            device_id=device if backend == "nccl" else None,
+        )
+
+    if backend == "nccl":
+        init()
+        return
+    # gloo waits for the address of a rank that has died meanwhile: in a thread, which then ends by the timeout
+    begun = concurrent.futures.Future[None]()
+    threading.Thread(target=_run_into, args=(begun, init), name="ep_moe-join", daemon=True).start()
+    while not begun.done() and not watch.lost():
+        concurrent.futures.wait([begun], POLL_SECS)
+    concurrent.futures.wait([begun], LAST_SECS)  # it may be about to end
+    if not begun.done() and watch.failure is not None:
+        raise watch.failure.copy()
+    begun.result()
+
+
+def _run_into(future: "concurrent.futures.Future[None]", call: Callable[[], None]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:  # noqa: BLE001 - raised where the result is read
+        future.set_exception(error)

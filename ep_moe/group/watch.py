@@ -276,6 +276,8 @@ class Watch:
             self._abort_thread.join(STORE_SECS)
         self._process_group = None
         self._others.clear()
+        if not self._thread.is_alive():
+            self._store = self._base = None  # its connection: groups that have followed keep this object
 
     def _take_turn(self) -> bool:
         """Wait until the thread has written and read once more; False if the store does not answer."""
