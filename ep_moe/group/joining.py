@@ -270,6 +270,8 @@ def _init_world(store: dist.Store, epoch: Epoch, config: GroupConfig, device: to
 
 def _run_into(future: "concurrent.futures.Future[None]", call: Callable[[], None]) -> None:
     try:
-        future.set_result(call())
+        call()
     except BaseException as error:  # noqa: BLE001 - raised where the result is read
         future.set_exception(error)
+    else:
+        future.set_result(None)

@@ -64,10 +64,25 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def started(folder: Path, *options: str) -> Iterator[Server]:
-    """A server on two ranks of two rows that has started in a folder; killed if it has not ended."""
+def started(folder: Path, *options: str, program: Path | None = None) -> Iterator[Server]:
+    """A server on two ranks of two rows that has started in a folder; killed if it has not ended.
+
+    Args:
+        program: in place of `ep-moe`.
+    """
     mark = f"{os.getpid()}.{time.time_ns()}"
-    command = [*EP_MOE, "serve", "--nproc", "2", "--device", "cpu", "--port", "0", "--max-rows", "2"]
+    command = [
+        *(EP_MOE if program is None else [sys.executable, str(program)]),
+        "serve",
+        "--nproc",
+        "2",
+        "--device",
+        "cpu",
+        "--port",
+        "0",
+        "--max-rows",
+        "2",
+    ]
     process = subprocess.Popen(
         [*command, "--timeout-secs", "20", *options],
         stderr=subprocess.PIPE,

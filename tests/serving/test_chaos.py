@@ -1,0 +1,191 @@
+"""Faults in the ranks of a server, of every kind in every phase: each stream has the text of an undisturbed run.
+
+`EP_MOE_CHAOS_SECS` is how long faults follow each other, `EP_MOE_CHAOS_SEED` their order.
+"""
+
+import http.client
+import itertools
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faulty import FOLDER, KINDS, PHASES
+from helpers.processes import is_running, ranks_of, wait_until_gone
+from test_serve import Server, started
+
+SECS, SEED = float(os.environ.get("EP_MOE_CHAOS_SECS", "20")), int(os.environ.get("EP_MOE_CHAOS_SEED", "0"))
+NUM_STREAMS, NUM_RANKS = 16, 4
+TIMEOUT_SECS = 3.0
+PROMPT = "In the beginning God created the heaven and the earth. And the earth was without form, and void; "
+PHASE_SECS = 8.0  # for a rank to reach the step of its fault
+FOUND_SECS = 120.0  # for ranks to come back, on a busy machine
+
+pytestmark = pytest.mark.chaos
+
+
+def ask(server: Server, number: int, pauses: list[float]) -> str:
+    """The text of a stream, greedy or seeded; its prompt takes one prefill or several.
+
+    Args:
+        pauses: gets the seconds between two of its chunks.
+    """
+    body = {
+        "prompt": f"{number} {PROMPT * (1 + 3 * (number % 4 == 0))}",
+        "max_tokens": 24 + 8 * (number % 3),
+        "temperature": 0.8 * (number % 2),
+        "seed": number,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    address = server.client.base_url
+    client = http.client.HTTPConnection(address.host, address.port or 80, timeout=FOUND_SECS)
+    text, last = "", 0.0
+    try:
+        client.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+        for line in client.getresponse():
+            if line.startswith(b"data: {"):
+                now = time.monotonic()
+                pauses += [now - last] if last else []
+                chunk, last = json.loads(line[6:]), now
+                text += "".join(choice["text"] for choice in chunk["choices"]) if "choices" in chunk else str(chunk)
+    finally:
+        client.close()
+    return text
+
+
+def together(call: Callable[[int], None]) -> list[threading.Thread]:
+    threads = [threading.Thread(target=call, args=(number,), daemon=True) for number in range(NUM_STREAMS)]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def texts_of(server: Server) -> list[str]:
+    """Those of all streams at once."""
+    found: dict[int, str] = {}
+    for thread in together(lambda number: found.update({number: ask(server, number, [])})):
+        thread.join()
+    return [found[number] for number in range(NUM_STREAMS)]
+
+
+def lost(server: Server) -> dict[str, str]:
+    """What /health says of lost ranks."""
+    return server.client.get("/../health", cast_to=dict[str, Any]).get("lost", {})
+
+
+def descriptors(process: int) -> int:
+    return len(list(Path(f"/proc/{process}/fd").iterdir()))
+
+
+class Chaos:
+    """Faults, one after another, in a server's ranks."""
+
+    def __init__(self, server: Server, folder: Path) -> None:
+        self._server, self._folder, self._chance = server, folder, random.Random(SEED)
+        self._faulty: set[int] = set()  # processes that have had one
+        self._stopped: list[tuple[float, int]] = []  # when they continue
+
+    def _ranks(self) -> list[int]:
+        """Ranks without a fault so far, of which some may still load the model."""
+        return [each for each in ranks_of(self._server.process.pid, self._server.mark)[1:] if each not in self._faulty]
+
+    def cases(self) -> Iterator[tuple[str, str]]:
+        """Each kind in each phase, in any order."""
+        while True:
+            cases = list(itertools.product(KINDS, PHASES))
+            yield from self._chance.sample(cases, len(cases))
+
+    def run(self, until: float) -> None:
+        for kind, phase in self.cases():
+            while time.monotonic() < until and (len(self._ranks()) < 3 or len(lost(self._server)) > 1):
+                self.resume()
+                time.sleep(0.1)
+            if time.monotonic() >= until:
+                return
+            self._strike(kind, phase)
+            time.sleep(self._chance.random())
+            self.resume()
+
+    def _strike(self, kind: str, phase: str) -> None:
+        """Have a fault in a rank; in one that heals, by the death of another."""
+        victim, other = self._chance.sample(self._ranks(), 2)
+        order = self._folder / str(victim)
+        order.with_suffix(".new").write_text(f"{kind} {phase} {self._chance.randint(1, 3)}")
+        order.with_suffix(".new").rename(order)
+        if phase in ("joining", "healing"):
+            self._faulty.add(other)
+            os.kill(other, signal.SIGKILL)
+        deadline = time.monotonic() + PHASE_SECS
+        while order.exists() and is_running(victim) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if not order.exists():
+            self._faulty.add(victim)
+        order.unlink(missing_ok=True)
+        if kind == "stop":
+            self._stopped.append((time.monotonic() + TIMEOUT_SECS + 1, victim))
+
+    def resume(self, all_of_them: bool = False) -> None:
+        """Continue ranks that have been stopped for longer than the timeout: they must be gone, or end."""
+        now = time.monotonic()
+        for when, process in [*self._stopped]:
+            if all_of_them or when < now:
+                self._stopped.remove((when, process))
+                if is_running(process):
+                    os.kill(process, signal.SIGCONT)
+
+    def left(self) -> list[int]:
+        """Processes that have had a fault and are still there."""
+        return wait_until_gone(sorted(self._faulty), TIMEOUT_SECS + 10)
+
+
+@pytest.mark.timeout(SECS + 5 * FOUND_SECS)
+def test_every_stream_has_its_text_whatever_happens_to_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    options = ["--nproc", str(NUM_RANKS), "--max-rows", "4", "--timeout-secs", str(TIMEOUT_SECS), "--restarts", "1000"]
+    options += ["--rebalance", "every:8", "--rebalance-min-gain", "0", "--max-tokens-per-rank", "64"]
+    shared = sorted(Path("/dev/shm").iterdir())
+    with started(tmp_path, *options, program=Path(__file__).with_name("faulty.py")) as server:
+        expected, ended, rounds = texts_of(server), threading.Event(), itertools.count()
+        pauses: list[float] = []
+        wrong: list[tuple[str, str]] = []
+
+        def keep_asking(number: int) -> None:
+            while not ended.is_set():
+                try:
+                    text = ask(server, number, pauses)
+                except OSError as error:
+                    text = repr(error)
+                next(rounds)
+                if text != expected[number]:
+                    wrong.append((text, expected[number]))
+                    return
+
+        before = descriptors(server.process.pid)
+        threads, chaos = together(keep_asking), Chaos(server, tmp_path)
+        chaos.run(time.monotonic() + SECS)
+        ended.set()
+        for thread in threads:
+            thread.join()
+        hits = (tmp_path / "hits").read_text().splitlines()
+        print(f"{next(rounds)} streams, {len(hits)} faults {hits}, longest pause {max(pauses):.1f} s")
+        assert not wrong
+        assert chaos.left() == []
+        chaos.resume(all_of_them=True)
+        deadline = time.monotonic() + FOUND_SECS
+        while lost(server):
+            assert time.monotonic() < deadline, lost(server)
+            time.sleep(0.2)
+        assert texts_of(server) == expected
+        assert len(ranks_of(server.process.pid, server.mark)) == 1 + NUM_RANKS
+        assert descriptors(server.process.pid) <= before + 2
+        server.process.terminate()
+        assert server.ended()[::2] == (143, [])
+    assert sorted(Path("/dev/shm").iterdir()) == shared
+    assert len(hits) >= SECS / 8
