@@ -177,6 +177,8 @@ def _gpus() -> Iterator[Finding]:
     import torch
     import torch.distributed as dist
 
+    from ep_moe.quant import KERNEL_CAPABILITY
+
     def line(name: str, verdict: str, found: str, mend: str = "") -> Finding:
         return Finding(part="gpus", name=name, verdict=verdict, found=found, mend=mend)
 
@@ -200,10 +202,10 @@ def _gpus() -> Iterator[Finding]:
         free, total = torch.cuda.mem_get_info(index)
         capability = (properties.major, properties.minor)
         found = f"{properties.name} {capability[0]}.{capability[1]}, {_size(free)} of {_size(total)} free"
-        mend = "" if capability >= (8, 0) else "the kernels are compiled for 8.0 and later: --experts torch"
+        mend = "" if capability >= KERNEL_CAPABILITY else "the kernels are compiled for 8.0 and later: --experts torch"
         mend = mend or ("" if free > total / 2 else "another process uses it: nvidia-smi")
         yield line(f"GPU {index}", WARNING if mend else OK, found, mend)
-        if capability >= (8, 0) and util.find_spec("triton") is not None:
+        if capability >= KERNEL_CAPABILITY and util.find_spec("triton") is not None:
             yield _kernels(line, index)
     yield line("NCCL", OK, ".".join(map(str, torch.cuda.nccl.version())))
     if count > 1:

@@ -11,7 +11,7 @@ import torch
 from ep_moe.config import ActivationConfig
 from ep_moe.environment import tiles_dir
 from ep_moe.experts.base import Experts, experts_name
-from ep_moe.experts.formats import KERNELS, check_scheme, kernels_compute, row_of
+from ep_moe.experts.formats import KERNELS, kernels_compute, row_of
 from ep_moe.experts.hopper.shapes import has_gluon, is_hopper
 from ep_moe.experts.reference import ReferenceExperts, apply_activation
 from ep_moe.quant import QuantScheme
@@ -101,9 +101,9 @@ __all__ = [
     "Experts",
     "ReferenceExperts",
     "apply_activation",
-    "check_scheme",
     "create_experts",
     "experts_name",
     "kernel_backends",
     "kernels_compute",
+    "row_of",
 ]

@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from ep_moe.quant import FP8_CAPABILITY, QuantScheme
+from ep_moe.quant import QuantScheme
 
 KERNELS = ("triton", "hopper")  # names of the experts that are kernels; "torch" experts compute every format
 _MOST_SCHEMES = 256  # whose row is remembered
@@ -133,19 +133,9 @@ def row_of(scheme: QuantScheme, name: str = "triton") -> FormatRow:
     )
 
 
-def check_scheme(scheme: QuantScheme, device: torch.device, name: str = "triton") -> None:
-    """Raise for what the kernels of these experts do not compute.
-
-    Errors: ValueError for a scheme, RuntimeError for a GPU that is too old. Local.
-    """
-    row_of(scheme, name)
-    if device.type == "cuda" and _E4M3 in (scheme.weight.dtype, scheme.weight.scale_dtype):
-        found = torch.cuda.get_device_capability(device)
-        if found < FP8_CAPABILITY:
-            raise RuntimeError(
-                f"scheme '{scheme.name}' in '{name}' experts needs compute capability {FP8_CAPABILITY}, "
-                f"{torch.cuda.get_device_name(device)} has {found}; 'torch' experts do without"
-            )
+def holds_e4m3(scheme: QuantScheme) -> bool:
+    """True if tokens, weights or their scales are e4m3, which some GPUs have no instructions for. Local."""
+    return any(_E4M3 in (each.dtype, each.scale_dtype) for each in (scheme.payload, scheme.activation, scheme.weight))
 
 
 def decodes_pairs(scheme: QuantScheme, rows: torch.dtype, *, folded: bool) -> bool:

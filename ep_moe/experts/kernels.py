@@ -17,7 +17,7 @@ import torch
 
 from ep_moe.config import ActivationConfig
 from ep_moe.experts.column_order import in_column_order, warn_slow
-from ep_moe.experts.formats import check_scheme
+from ep_moe.experts.formats import holds_e4m3, row_of
 from ep_moe.experts.grouped_gemm import Backend, CallShape
 from ep_moe.experts.launching import aligned
 from ep_moe.experts.prepared import (
@@ -29,8 +29,10 @@ from ep_moe.experts.prepared import (
     with_dense_rows,
 )
 from ep_moe.experts.reference import check_fit
+from ep_moe.experts.tile_tables import device_name, log_once
 from ep_moe.experts.tuning import ExpertTiles
 from ep_moe.kernel_launch.allocation import allocator
+from ep_moe.kernels.device import Device
 from ep_moe.layout import ExpertBatch, Flat, weighted_sum
 from ep_moe.weights import ExpertWeights
 
@@ -182,7 +184,11 @@ class KernelExperts:
 
     def _new_call(self, batch: ExpertBatch, weights: ExpertWeights, signature: object) -> RepeatedCall:
         """Cache the call of batches with this signature and of these weights."""
-        check_scheme(weights.scheme, weights.w13.values.device, self.backends[-1].name)
+        row_of(weights.scheme, self.backends[-1].name)
+        device = weights.w13.values.device
+        if holds_e4m3(weights.scheme) and not Device.of(device).fp8:
+            what = "no instructions for fp8: kernels convert it by integers and multiply it in 16 bits"
+            log_once(f"{device_name(device)} has {what}")
         key = id(weights)
         known = self._known.get(key)
         if known is None:

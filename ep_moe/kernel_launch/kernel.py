@@ -13,6 +13,7 @@ from triton.runtime.jit import JITFunction
 
 from ep_moe.kernel_launch.cuda_driver import DriverKernel, Launches, LaunchMismatchError
 from ep_moe.kernel_launch.tensor_map import Address, address_of, is_descriptor
+from ep_moe.kernels.device import Device
 
 Tensors = tuple[Any, ...]  # tensors, tuples of them, or descriptors of them; None for those that are absent
 Run = Callable[[Sequence[int]], object]  # launches with addresses and numbers in one sequence
@@ -64,7 +65,7 @@ class Kernel:
             for name, value in constants.items()
         }
         # Triton 3.10 changes the default of fusion, and with it the bits of results
-        self._options = {"enable_fp_fusion": True, **(options or {})}
+        self._options = {"enable_fp_fusion": True, **Device.of(device).compiler_options, **(options or {})}
         self._device, self._prepare = device, prepare
         self.run: Run | None = None
         self.driver: DriverKernel | None = None

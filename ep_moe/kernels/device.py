@@ -5,6 +5,7 @@ With `gemm/pairs` and `hopper/` the only inline assembly.
 
 import dataclasses
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -53,8 +54,13 @@ class Device:
 
     @property
     def fp8(self) -> bool:
-        """Whether it has instructions for e4m3, which formats with fp8 need."""
+        """Whether it has instructions for e4m3; else kernels convert it by integers, and multiply it as float16."""
         return self.capability >= FP8_CAPABILITY
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """Options of Triton for all kernels: e4m3 is a type of memory also where it has no instructions."""
+        return {} if self.fp8 else {"supported_fp8_dtypes": ("fp8e4nv",)}
 
     @property
     def warp_groups(self) -> bool:

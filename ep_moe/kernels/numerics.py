@@ -1,11 +1,12 @@
 """Arithmetic that is bitwise equal on a GPU, in Triton's interpreter and in `ep_moe.quant`.
 
 The interpreter represents bfloat16 by its bits, so that arithmetic and dots on it are wrong, and its casts to bfloat16
-and float8 truncate: such casts are written out here.
+and float8 truncate: such casts are written out here. GPUs without instructions for e4m3 use the same arithmetic.
 """
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 E4M3_MAX = tl.constexpr(448.0)  # with INT8_MAX and MIN_AMAX as LARGEST and MIN_AMAX of ep_moe.quant.scaled
@@ -14,8 +15,8 @@ E2M1_MAX = tl.constexpr(6.0)
 E4M3_MAX_EXPONENT = tl.constexpr(8)  # of 448
 MIN_AMAX = tl.constexpr(1e-10)
 INT32_MIN, INT32_MAX = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
-E4M3_MIN_NORMAL = tl.constexpr(2.0**-6)
 INTEGER_ROUNDER = tl.constexpr(1.5 * 2.0**23)  # the spacing of float32 here is 1: adding and subtracting it rounds
+E4M3_MIN_NORMAL_BITS = tl.constexpr(0x3C800000)  # of 2^-6 in float32
 E4M3_SUBNORMAL_ROUNDER = tl.constexpr(1.5 * 2.0**14)  # the spacing of float32 here is 2^-9, that of e4m3 near 0
 
 
@@ -44,18 +45,24 @@ def round_to(x, dtype: tl.constexpr):
     return x.to(dtype)
 
 
+@triton.constexpr_function
+def has_e4m3():
+    """Whether kernels use instructions that convert and multiply e4m3; else, as in the interpreter, integers."""
+    return not INTERPRET.value and cuda_capability_geq(8, 9)
+
+
 @triton.jit
 def to_e4m3(x):
     """Round float32 to float8 e4m3, to nearest, ties to even; beyond 448 it saturates, NaN stays NaN."""
     x = tl.clamp(x, -E4M3_MAX, E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
-    if not INTERPRET:
+    if has_e4m3():
         return x.to(tl.float8e4nv)
-    bits = x.to(tl.uint32, bitcast=True)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & 0xFFF00000).to(tl.float32, bitcast=True)
-    small = (x + E4M3_SUBNORMAL_ROUNDER) - E4M3_SUBNORMAL_ROUNDER
-    rounded = tl.where(tl.abs(x) < E4M3_MIN_NORMAL, small, normal)
-    code = rounded.to(tl.float8e4nv).to(tl.uint8, bitcast=True) & 0x7F
-    code = tl.where(x == x, code, 0x7F) | ((bits >> 24) & 0x80).to(tl.uint8)
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    small = (magnitude.to(tl.float32, bitcast=True) + E4M3_SUBNORMAL_ROUNDER).to(tl.int32, bitcast=True) & 0xF
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 8 * (127 - 7)  # the difference of both biases
+    code = tl.where(magnitude < E4M3_MIN_NORMAL_BITS, small, normal)
+    code = tl.where(x == x, code, 0x7F) | ((bits >> 24) & 0x80)
     return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
 
 
@@ -130,11 +137,22 @@ def e4m3_group_scale(amax):
 
 @triton.jit
 def e4m3_value(x):
-    """The float32 that an e4m3 number stands for; the interpreter's cast reads NaN as 480."""
-    value = x.to(tl.float32)
-    if INTERPRET:
-        return tl.where((x.to(tl.uint8, bitcast=True) & 0x7F) == 0x7F, float("nan"), value)
-    return value
+    """The float32 that an e4m3 number stands for: without instructions, its bits as those of 2^-120 times as much."""
+    if has_e4m3():
+        return x.to(tl.float32)
+    code = x.to(tl.uint8, bitcast=True).to(tl.uint32)
+    value = ((code & 0x80) << 24 | (code & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0**120
+    return tl.where((code & 0x7F) == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def e4m3_half(x):
+    """The float16 that an e4m3 number stands for, as `e4m3_value`; exact."""
+    if has_e4m3():
+        return x.to(tl.float16)
+    code = x.to(tl.uint8, bitcast=True).to(tl.uint16)
+    value = ((code & 0x80) << 8 | (code & 0x7F) << 7).to(tl.uint16).to(tl.float16, bitcast=True) * 256.0
+    return tl.where((code & 0x7F) == 0x7F, float("nan"), value).to(tl.float16)
 
 
 @triton.jit

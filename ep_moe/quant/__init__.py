@@ -5,7 +5,7 @@ On a GPU, activations are quantized by a kernel, bitwise equal.
 
 from ep_moe.quant.base import Quantized, QuantScheme, StoredMatrix, TensorFormat, as_bytes
 from ep_moe.quant.formats import (
-    FP8_CAPABILITY,
+    KERNEL_CAPABILITY,
     dequantize,
     dequantize_rows,
     dequantize_weight,
@@ -18,7 +18,7 @@ from ep_moe.quant.integer import pack_nibbles, unpack_nibbles
 from ep_moe.quant.schemes import SCHEMES, get_scheme, with_block
 
 __all__ = [
-    "FP8_CAPABILITY",
+    "KERNEL_CAPABILITY",
     "SCHEMES",
     "QuantScheme",
     "Quantized",

@@ -16,7 +16,7 @@ from ep_moe.tensors import check_tensor
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FAMILIES: dict[str, ModuleType] = {"scaled": scaled, "micro": micro, "integer": integer}
-FP8_CAPABILITY = (8, 9)  # the first GPUs for which Triton casts to fp8; torch casts on any
+KERNEL_CAPABILITY = (8, 0)  # the first GPUs that kernels are compiled for; torch quantizes on any
 
 
 def _family(stored: TensorFormat, scheme: QuantScheme) -> ModuleType:
@@ -72,7 +72,7 @@ def _quantize_rows(
     """Quantize x [T, H] to one of the scheme's formats: values [T, V] and scale [T, G]."""
     family = _family(stored, scheme)
     _check_rows(x, stored, scheme, static_scale)
-    if x.is_cuda and torch.cuda.get_device_capability(x.device) >= FP8_CAPABILITY:
+    if x.is_cuda and torch.cuda.get_device_capability(x.device) >= KERNEL_CAPABILITY:
         # imported lazily: Triton exists only on Linux and is slow to import
         from ep_moe.quant import triton
 

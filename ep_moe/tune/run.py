@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from ep_moe.bench.presets import LAYER_PRESETS
 from ep_moe.config import EngineConfig
 from ep_moe.environment import default_tiles_dir
-from ep_moe.experts import check_scheme
+from ep_moe.experts import row_of
 from ep_moe.experts.tile_tables import device_name, table_name, tiles_to_json
 from ep_moe.quant import get_scheme
 from ep_moe.report.records import versions
@@ -38,7 +38,7 @@ def tune(engine: EngineConfig, config: TuneConfig) -> dict[str, Any]:
     """
     scheme, moe = get_scheme(engine.scheme), config.moe(engine)
     device = _device(engine)
-    check_scheme(scheme, device)
+    row_of(scheme)  # refuses what kernels do not compute
     bias = LAYER_PRESETS[config.preset].bias
     num_local = config.num_local_experts(moe)
     sizes = Sizes(moe=moe, engine=engine, num_experts=num_local, bias=bias, seed=config.seed)

@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 from helpers.sampling import thinned
+from triton import jit as triton_jit
 
 from ep_moe.kernel_launch.kernel import as_constants
 from ep_moe.kernels.gemm.arguments import RowGroups, Rows, Stored, TileList
 from ep_moe.kernels.gemm.requantize import _requantize_kernel, _requantize_nvfp4_kernel
+from ep_moe.kernels.numerics import e4m3_half, e4m3_value, to_e4m3
 from ep_moe.quant import (
     Quantized,
     dequantize,
@@ -22,6 +25,36 @@ from ep_moe.quant import (
 )
 from ep_moe.testing import assert_same_bits, poisoned_memory
 from interpreted.common import DEVICE, generator
+
+
+@triton_jit
+def _cast_kernel(x_ptr, narrow_ptr, code_ptr, wide_ptr, half_ptr, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(narrow_ptr + place, to_e4m3(tl.load(x_ptr + place)))
+    code = tl.load(code_ptr + place)
+    tl.store(wide_ptr + place, e4m3_value(code))
+    tl.store(half_ptr + place, e4m3_half(code))
+
+
+def test_casts_of_e4m3_are_those_of_torch() -> None:
+    """All numbers of bfloat16, those next to ties of e4m3 in float32, and all of e4m3: NaN, infinities, subnormals."""
+    numbers = torch.arange(1 << 16, dtype=torch.int32) << 16
+    codes = torch.arange(256, dtype=torch.uint8)
+    finite = codes.view(torch.float8_e4m3fn).float()[(codes & 0x7F) < 0x7F].sort().values
+    ties = ((finite[1:] + finite[:-1]) / 2).view(torch.int32)
+    x = torch.cat([numbers, ties, ties + 1, ties - 1]).view(torch.float32)
+    x = torch.cat([x, x.new_zeros(-len(x) % 4096)]).to(DEVICE)
+    code = codes.repeat(len(x) // 256).view(torch.float8_e4m3fn).to(DEVICE)
+    narrow, wide, half = torch.empty_like(code), torch.empty_like(x), torch.empty_like(x, dtype=torch.float16)
+    _cast_kernel[(len(x) // 4096,)](x, narrow, code, wide, half, BLOCK=4096, enable_fp_fusion=True)
+    expected = x.clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert_same_bits(narrow[~x.isnan()], expected[~x.isnan()], "to e4m3")
+    assert bool(narrow[x.isnan()].float().isnan().all())
+    for found, dtype in ((wide, torch.float32), (half, torch.float16)):
+        expected = code.to(dtype)
+        assert_same_bits(found[~expected.isnan()], expected[~expected.isnan()], "from e4m3")
+        assert bool(found[expected.isnan()].isnan().all())
+
 
 SCHEMES = ["fp8_tensor", "fp8_tensor_static", "fp8_token", "fp8_block", "fp8_block_64x48", "fp8_block_16x16"]
 SCHEMES += ["fp8_block_ue8m0", "int8_token", "int8_block", "mxfp8", "nvfp4"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ep_moe.config import ActivationConfig
-from ep_moe.experts import ReferenceExperts, check_scheme, create_experts
+from ep_moe.experts import ReferenceExperts, create_experts, row_of
 from ep_moe.experts.formats import FORMATS
 from ep_moe.experts.tile_tables import default_table
 from ep_moe.kernels.gemm.weights import decode
@@ -203,7 +203,7 @@ def test_kernels_refuse_tokens_and_weights_that_do_not_go_together() -> None:
         rows = get_scheme(tokens).payload
         scheme = QuantScheme(name="mixed", payload=rows, activation=rows, weight=get_scheme(weight).weight)
         with pytest.raises(ValueError, match=r"'triton' experts do not compute scheme 'mixed'.*experts=\"torch\" does"):
-            check_scheme(scheme, torch.device("cpu"))
+            row_of(scheme)
 
 
 MATRIX = quantize_weight(weights()[0], get_scheme("int4_w4a16_g32_zp"))

@@ -16,7 +16,7 @@ from ep_moe.engines.common.model import warm_up
 from ep_moe.engines.common.plugin import Plugin
 from ep_moe.engines.common.rows import RowShare
 from ep_moe.engines.common.transports import with_topk
-from ep_moe.experts import check_scheme, kernels_compute
+from ep_moe.experts import kernels_compute
 from ep_moe.group import PeerLostError
 from ep_moe.layer import ExpertParallelMoE
 from ep_moe.layer.warmup import round_kinds
@@ -72,13 +72,8 @@ def eligible_kind(
     rows_share = scheme.weight.granularity == "tensor" or scheme.weight.block[0] > 1
     if loaded.interleaved and rows_share:
         raise ValueError(f"its gate and up rows are interleaved and share scales in scheme '{scheme.name}'")
-    if device.type == "cuda":  # CPUs compute all
-        if not kernels_compute(scheme):
-            raise ValueError(f"no kernels here compute scheme '{scheme.name}'")
-        try:
-            check_scheme(scheme, device)
-        except RuntimeError as error:
-            raise ValueError(str(error)) from error
+    if device.type == "cuda" and not kernels_compute(scheme):  # CPUs compute all
+        raise ValueError(f"no kernels here compute scheme '{scheme.name}'")
     return LayerKind(loaded=loaded, moe=moe, exchange=with_topk(exchange, num_topk), num_topk=num_topk)
 
 

@@ -19,7 +19,7 @@ from ep_moe.kernels.gemm.epilogue import add_bias, of_expert, scale_sums, store_
 from ep_moe.kernels.gemm.tile_list import find_tile
 from ep_moe.kernels.gemm.tokens import load_rows
 from ep_moe.kernels.gemm.weights import load_stored, scale_offsets, scale_values
-from ep_moe.kernels.numerics import INTERPRET
+from ep_moe.kernels.numerics import INTERPRET, e4m3_half, has_e4m3
 
 
 @triton.jit
@@ -33,7 +33,11 @@ def _multiply(acc, x, w, x_scale, w_scale, TILE, SCALES):
         x = x.to(tl.float32)
         w = w.to(tl.float32)
     FLOAT8: tl.constexpr = x.dtype == tl.float8e4nv
-    if (FLOAT8 or x.dtype == tl.int8) and TILE.BLOCK_K < 32:  # too narrow; float16 represents all these numbers
+    # too narrow, or without such products; float16 represents all these numbers
+    if FLOAT8 and (TILE.BLOCK_K < 32 or not has_e4m3()):
+        x = e4m3_half(x)
+        w = e4m3_half(w)
+    elif x.dtype == tl.int8 and TILE.BLOCK_K < 32:
         x = x.to(tl.float16)
         w = w.to(tl.float16)
     if TILE.SWAP:

@@ -9,6 +9,8 @@ Letters: G scales of a row of weights in a step over K.
 import triton
 import triton.language as tl
 
+from ep_moe.kernels.numerics import e4m3_value, has_e4m3, to_bf16
+
 # 2^126 times the largest scale of e8m0, or e4m3, would overflow: weights are decoded too small by these powers of two,
 # and the sums are multiplied by them. e8m0 scales from 2^-60 to 2^63 are exact, smaller ones lose bits.
 _E8M0_MISSING = tl.constexpr(2.0**64)
@@ -28,6 +30,7 @@ _BF16_AS_F16_PAIR = tl.constexpr(  # bfloat16 divided by _UINT4_MISSING, as floa
     """
 )
 _TWICE = tl.constexpr("prmt.b32 $0, $1, 0, 0x1010;")
+_E4M3_SCALE_FACTOR = tl.constexpr(2.0**126 / _E4M3_MISSING.value)
 _E4M3_PAIR = tl.constexpr(  # e4m3 times 2^126 / _E4M3_MISSING, as bfloat16 twice
     """
     {
@@ -65,6 +68,9 @@ def scale_pairs(bits, scale_dtype: tl.constexpr, dtype: tl.constexpr, CODES):
     """
     if CODES.KIND == "e2m1" and scale_dtype == tl.uint8:  # 2^(b - 127) times 2^62; NaN if that is above 2^128
         return tl.minimum((bits & 0xFF) * 128 + 62 * 128, 0x7FFF) * 0x10001
+    elif CODES.KIND == "e2m1" and not has_e4m3():
+        real = e4m3_value(bits.to(tl.uint8).to(tl.float8e4nv, bitcast=True)) * _E4M3_SCALE_FACTOR
+        return to_bf16(real).to(tl.uint16, bitcast=True).to(tl.int32) * 0x10001
     elif CODES.KIND == "e2m1":
         return tl.inline_asm_elementwise(_E4M3_PAIR, "=r,r", [bits], dtype=tl.int32, is_pure=True, pack=1)
     elif CODES.KIND == "float8":  # e8m0
@@ -138,40 +144,66 @@ def decode_int8_words(words, dtype: tl.constexpr):
     return tl.join(tl.join(a, b), tl.join(c, d))
 
 
-_FLOAT8_WORDS = tl.constexpr(
+def _float8_words(first: str, last: str) -> tl.constexpr:
+    """PTX for the four e4m3 of a word, $4: `first` and `last` make v, pairs of float16, of its lower and upper two."""
+    scaled = """
+    mov.b32 {x, y}, v;
+    cvt.f32.f16 f, x;
+    cvt.f32.f16 g, y;
+    cvt.rn.bf16x2.f32 v, g, f;
+    fma.rn.bf16x2 v, v, $5, z;
     """
-    {
+    return tl.constexpr(
+        f"""
+    {{
     .reg .b16 low, high, x, y;
     .reg .b32 v, z;
     .reg .f32 f, g;
     mov.b32 z, 0x80008000;
-    mov.b32 {low, high}, $4;
-    cvt.rn.f16x2.e4m3x2 v, low;
-    mov.b32 {x, y}, v;
-    cvt.f32.f16 f, x;
-    cvt.f32.f16 g, y;
-    cvt.rn.bf16x2.f32 v, g, f;
-    fma.rn.bf16x2 v, v, $5, z;
-    mov.b32 {$0, $1}, v;
-    cvt.rn.f16x2.e4m3x2 v, high;
-    mov.b32 {x, y}, v;
-    cvt.f32.f16 f, x;
-    cvt.f32.f16 g, y;
-    cvt.rn.bf16x2.f32 v, g, f;
-    fma.rn.bf16x2 v, v, $5, z;
-    mov.b32 {$2, $3}, v;
-    }
+    mov.b32 {{low, high}}, $4;
+    {first}
+    {scaled}
+    mov.b32 {{$0, $1}}, v;
+    {last}
+    {scaled}
+    mov.b32 {{$2, $3}}, v;
+    }}
     """
-)
+    )
+
+
+def _float16_pair(places: str) -> str:
+    """PTX for v by integers: the bits of e4m3 are those of a float16 256 times as small.
+
+    The NaN of e4m3 would be 480: times 146 it overflows, and infinity times 0, which is added, is NaN.
+    """
+    return f"""
+    {{
+    .reg .b32 s, c;
+    prmt.b32 v, $4, 0, {places};
+    and.b32 s, v, 0x80008000;
+    shr.u32 v, v, 1;
+    lop3.b32 v, v, 0x3F803F80, s, 0xEA;
+    mov.b32 c, 0x78907890;
+    mul.rn.f16x2 s, v, c;
+    mov.b32 c, 0;
+    mul.rn.f16x2 s, s, c;
+    mov.b32 c, 0x5C005C00;
+    fma.rn.f16x2 v, v, c, s;
+    }}
+    """
+
+
+_FLOAT8_WORDS = _float8_words("cvt.rn.f16x2.e4m3x2 v, low;", "cvt.rn.f16x2.e4m3x2 v, high;")
+_FLOAT8_WORDS_BY_INTEGERS = _float8_words(_float16_pair("0x1404"), _float16_pair("0x3424"))
 
 
 @triton.jit
 def decode_float8_words(words, scale):
     """The four e4m3 in each of words [R, W] times scales, of `scale_pairs`: bfloat16, as `decode_int8_words`."""
     bf16: tl.constexpr = _times(tl.bfloat16, 4)
-    a, b, c, d = tl.inline_asm_elementwise(
-        _FLOAT8_WORDS, "=h,=h,=h,=h,r,r", [words, scale], dtype=bf16, is_pure=True, pack=1
-    )
+    PTX: tl.constexpr = _FLOAT8_WORDS if has_e4m3() else _FLOAT8_WORDS_BY_INTEGERS
+    a, b, c, d = tl.inline_asm_elementwise(PTX, "=h,=h,=h,=h,r,r", [words, scale], dtype=bf16, is_pure=True, pack=1)
     return tl.join(tl.join(a, b), tl.join(c, d))
 
 
