@@ -627,7 +627,8 @@ def test_a_lost_rank_is_named(number: signal.Signals, words: str) -> None:
 
 @pytest.mark.parametrize("module", ["typer", "torch"])
 def test_ctrl_c_during_imports_is_no_traceback(module: str, tmp_path: Path) -> None:
-    (tmp_path / f"{module}.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nraise ImportError\n")
+    source = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nraise ImportError\n"
+    (tmp_path / f"{module}.py").write_text(source)
     path = f"{tmp_path}{os.pathsep}{environ()['PYTHONPATH']}"
     done = call(*EP_MOE, "generate", "Blessed", cwd=tmp_path, PYTHONPATH=path)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
