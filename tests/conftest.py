@@ -48,7 +48,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if not interpreted and not torch.cuda.is_available():  # imports may initialize CUDA, which must not be forked
         start_server((*PRELOAD, "pytest", "ep_moe.testing", "torch._inductor.config"))
     marks = [item.get_closest_marker("separate") for item in session.items]
-    separate.start([mark for mark in marks if mark])
+    separate.start([mark for mark in reversed(marks) if mark])  # the longest first, those of transports
 
 
 def pytest_sessionfinish() -> None:

@@ -334,10 +334,7 @@ WRONG_FILES = [
     (b"[layer]\nhidden = = 48\n", ": Invalid value (at line 2"),
     (b"\xff", ": 'utf-8' codec can't decode byte 0xff"),
     (b"a = " + b"[" * 100_000, ": nested too deep"),
-    (
-        b"[layer]\nhidden = 40\nintermediate = 32\nnum_experts = 6\n",
-        " [layer]: hidden (40) must be a positive",
-    ),
+    (b"[layer]\nhidden = 40\nintermediate = 32\nnum_experts = 6\n", " [layer]: hidden (40) must be a positive"),
 ]
 
 

@@ -39,7 +39,7 @@ ALONE = {
 
 MOST_PARAMETERS, MOST_KERNEL_PARAMETERS = 10, 30
 OF_OTHERS = {  # signatures that other libraries own
-    "functional": {"FusedMoE.__init__"},
+    "functional": {"FusedMoE.__init__"}
 }
 
 

@@ -57,12 +57,7 @@ def routed(seed: str, tokens: int) -> tuple[torch.Tensor, Routing]:
     ],
 )
 def test_local_moe(
-    scheme: str,
-    tokens: int,
-    launches: int | None,
-    given: bool,
-    repeats: list[int],
-    monkeypatch: pytest.MonkeyPatch,
+    scheme: str, tokens: int, launches: int | None, given: bool, repeats: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if tokens in (11, 35):  # of no other test: launches are kept by the number of tokens
         monkeypatch.setattr(layout_kernels, "_BLOCK_IDS", 16)

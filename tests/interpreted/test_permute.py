@@ -47,13 +47,7 @@ CASES = {
     "fp8_odd_stride": Case(tokens=5, topk=2, experts=3, hidden=144, dtype=torch.float8_e4m3fn, groups=9, gap=5),
     "int8_token_scale": Case(tokens=11, topk=2, experts=3, hidden=48, dtype=torch.int8, groups=1, alignment=7),
     "mxfp8": Case(
-        tokens=7,
-        topk=3,
-        experts=3,
-        dtype=torch.float8_e4m3fn,
-        groups=5,
-        gap=16,
-        scale_dtype=torch.float8_e8m0fnu,
+        tokens=7, topk=3, experts=3, dtype=torch.float8_e4m3fn, groups=5, gap=16, scale_dtype=torch.float8_e8m0fnu
     ),
     "nvfp4_wire": Case(
         tokens=9, topk=3, experts=4, hidden=24, dtype=torch.uint8, groups=3, gap=40, scale_dtype=torch.float8_e4m3fn
@@ -175,12 +169,7 @@ def test_pack_takes_more_rows_than_an_expert_may_have() -> None:
     ids = torch.arange(9).repeat(7)[:60, None][torch.randperm(60, generator=random)].int()
     x = torch.randn(60, 48, generator=random).bfloat16()
     rows = TokenRows(x=x, scale=None, local_topk_ids=ids, topk_weights=torch.ones(60, 1), max_expert_rows=7)
-    sizes = {
-        "scheme": QuantScheme(name="plain"),
-        "dtype": torch.bfloat16,
-        "num_local_experts": 9,
-        "capacity": 7,
-    }
+    sizes = {"scheme": QuantScheme(name="plain"), "dtype": torch.bfloat16, "num_local_experts": 9, "capacity": 7}
     with poisoned_memory():
         actual = triton.pack(dataclasses.replace(to_device(rows), max_expert_rows=7), Layout.BATCHED, **sizes)
         assert_same_batch(actual, reference.pack(rows, Layout.BATCHED, **sizes))

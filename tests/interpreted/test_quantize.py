@@ -14,15 +14,7 @@ from ep_moe.kernel_launch.kernel import as_constants
 from ep_moe.kernels.gemm.arguments import RowGroups, Rows, Stored, TileList
 from ep_moe.kernels.gemm.requantize import _requantize_kernel, _requantize_nvfp4_kernel
 from ep_moe.kernels.numerics import e4m3_half, e4m3_value, to_e4m3
-from ep_moe.quant import (
-    Quantized,
-    dequantize,
-    get_scheme,
-    micro,
-    scaled,
-    triton,
-    unpack_nibbles,
-)
+from ep_moe.quant import Quantized, dequantize, get_scheme, micro, scaled, triton, unpack_nibbles
 from ep_moe.testing import assert_same_bits, poisoned_memory
 from interpreted.common import DEVICE, generator
 

@@ -12,8 +12,11 @@ from ep_moe.group import EPGroup
 from ep_moe.launch import launch
 from ep_moe.transport.one_sided import combine_launcher, dispatch_launcher, memory, round_plan, transport, tuning
 
-# what ranks import: their tests, and for `poisoned_memory` the last
-PRELOADED = ("pytest", "nvlink.common", "nvlink.ready", "ep_moe.layer", "ep_moe.testing", "torch._inductor.config")
+# what ranks import: their tests, for `poisoned_memory` the last; the first launch of a process chooses for all
+PRELOADED = (
+    *("pytest", "nvlink.common", "nvlink.ready", "ep_moe.layer", "ep_moe.testing"),
+    *("helpers.decoding", "helpers.small_models", "torch._inductor.config"),
+)
 
 
 def on_ranks(check: Callable[..., Any], *args: Any, num_ranks: int = 2, timeout_secs: float = 60.0) -> list[Any]:

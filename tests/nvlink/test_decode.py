@@ -18,7 +18,7 @@ def tokens_by(name: str, group: EPGroup) -> torch.Tensor:
     shard_experts(model, group, transport=name, max_tokens_per_rank=16)
     ids = torch.randint(3, 60, ((3, 1)[group.rank], 4), generator=torch.Generator().manual_seed(group.rank))
     model.ep_moe.decoder = Decoder(model, graphs=False)
-    options = GenerationOptions(max_new_tokens=(5, 2)[group.rank])
+    options = GenerationOptions(max_new_tokens=(4, 2)[group.rank])
     found: torch.Tensor = model.ep_moe.decoder.generate(model, ids, None, options, lambda count: None)
     model.ep_moe.destroy()
     return found
@@ -30,8 +30,7 @@ def compare_on_rank(group: EPGroup) -> list[list[list[int]]]:
 
 
 def test_decode_passes_take_their_count_from_the_device() -> None:
-    config, preload = GroupConfig(timeout_secs=120), (*PRELOADED, "helpers.decoding", "helpers.small_models")
-    found = launch(compare_on_rank, num_ranks=2, config=config, device="cpu", preload=preload)
-    for (by_nvlink, by_collective), rows, new_tokens in zip(found, (3, 1), (5, 2), strict=True):
+    found = launch(compare_on_rank, num_ranks=2, config=GroupConfig(timeout_secs=120), device="cpu", preload=PRELOADED)
+    for (by_nvlink, by_collective), rows, new_tokens in zip(found, (3, 1), (4, 2), strict=True):
         assert by_nvlink == by_collective
         assert [len(row) for row in by_nvlink] == [new_tokens] * rows

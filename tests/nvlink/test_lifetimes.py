@@ -148,8 +148,7 @@ def test_a_repeated_round_passes_the_addresses_of_a_first(layout: Layout, monkey
         transport = NvlinkTransport(group, Placement.linear(4, 1), config)
         x, shared = (torch.randn(3, 256).bfloat16() for _ in range(2))
         routing = Routing(
-            topk_ids=torch.tensor([[0, 1], [3, -1], [2, 0]], dtype=torch.int32),
-            topk_weights=torch.rand(3, 2),
+            topk_ids=torch.tensor([[0, 1], [3, -1], [2, 0]], dtype=torch.int32), topk_weights=torch.rand(3, 2)
         )
         scheme = get_scheme("fp8_block")
         monkeypatch.setattr(dispatch_launcher, "Workspace", SameMemory)

@@ -18,7 +18,7 @@ from ep_moe.launch import RankFailedError, launch
 from ep_moe.placement import Placement
 from nvlink.common import PRELOADED
 
-OPTIONS = GenerationOptions(max_new_tokens=3)
+OPTIONS = GenerationOptions(max_new_tokens=2)
 
 
 def survive(group: EPGroup, folder: Path) -> None:
@@ -43,8 +43,7 @@ def survive(group: EPGroup, folder: Path) -> None:
 
 def test_survivors_go_on(tmp_path: Path) -> None:
     files = set(os.listdir(SHARED_FOLDER))
-    preload = (*PRELOADED, "helpers.decoding", "helpers.small_models")
-    options = {"config": GroupConfig(timeout_secs=60), "preload": preload, "grace_secs": 120.0}
+    options = {"config": GroupConfig(timeout_secs=60), "preload": PRELOADED, "grace_secs": 120.0}
     with pytest.raises(RankFailedError):
         launch(survive, tmp_path, num_ranks=3, device="cpu", **options)  # type: ignore[arg-type]
     found = recorded(tmp_path)

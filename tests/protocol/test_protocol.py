@@ -300,10 +300,7 @@ DEMANDS = {
         "h never comes",
         Case(traffic=(HALF,) * 2, refused=1, broken="no-fence-behind-a-refused-round"),
     ),
-    "header-not-written-for-a-whole-period": (
-        "stale h",
-        Case(traffic=(HALF, NONE, HALF), machine=Machine(period=2)),
-    ),
+    "header-not-written-for-a-whole-period": ("stale h", Case(traffic=(HALF, NONE, HALF), machine=Machine(period=2))),
     "first-header-at-epoch-0": ("stale h", Case(traffic=(NONE, HALF), machine=Machine(period=4, start=2))),
 }
 

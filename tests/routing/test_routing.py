@@ -27,11 +27,7 @@ METHODS: dict[str, tuple[RoutingConfig, int, bool]] = {
     "0_default": (configured(0, num_topk=6), 60, False),
     "1_renormalize": (configured(1, num_topk=4), 32, False),
     "1_every_expert": (configured(1, num_topk=7), 7, False),
-    "2_groups_bias": (
-        configured(2, num_topk=8, num_group=8, topk_group=4, routed_scaling_factor=2.5),
-        64,
-        True,
-    ),
+    "2_groups_bias": (configured(2, num_topk=8, num_group=8, topk_group=4, routed_scaling_factor=2.5), 64, True),
     "2_groups": (configured(2, num_topk=5, num_group=5, topk_group=2, routed_scaling_factor=1.8), 35, False),
     "2_groups_of_one": (configured(2, num_topk=3, num_group=12, topk_group=6), 12, True),
     "2_all_of_the_groups": (configured(2, num_topk=6, num_group=4, topk_group=2), 12, True),

@@ -444,10 +444,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
         replaced(_zeros(HIDDEN, INTERMEDIATE)),
         (BROKEN, "safetensors", f"[{HIDDEN}, {INTERMEDIATE}]", f"[{INTERMEDIATE}, {HIDDEN}]"),
     ),
-    "other_dtype": (
-        replaced(_zeros(INTERMEDIATE, HIDDEN, dtype=torch.float16)),
-        (BROKEN, "float16", "bfloat16"),
-    ),
+    "other_dtype": (replaced(_zeros(INTERMEDIATE, HIDDEN, dtype=torch.float16)), (BROKEN, "float16", "bfloat16")),
     "no_float": (
         replaced(_zeros(INTERMEDIATE, HIDDEN, dtype=torch.float8_e4m3fn)),
         (BROKEN, "float8_e4m3fn", "bfloat16"),
