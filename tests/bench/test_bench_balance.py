@@ -68,7 +68,7 @@ def test_rows_of_named_and_recorded_loads(tmp_path: Path) -> None:
 
 
 def test_steps_while_experts_move(tmp_path: Path) -> None:
-    options = ["--preset", "tiny", "--tokens", "12", "--every", "20", "--steps", "60", "--layers", "2", "--json"]
+    options = ["--preset", "tiny", "--tokens", "12", "--every", "10", "--steps", "30", "--layers", "2", "--json"]
     done = bench("moving", *options, cwd=tmp_path)
     assert done.exit_code == 0, done.stderr
     [row] = json.loads(done.stdout)["rows"]

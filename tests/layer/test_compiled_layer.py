@@ -86,20 +86,13 @@ def alone(count: int = 1) -> list[ExpertParallelMoE]:
 
 
 @pytest.mark.parametrize(
-    ("mode", "dynamic"),
-    [
-        (torch.no_grad, None),
-        (torch.no_grad, False),
-        (torch.inference_mode, None),
-        (torch.inference_mode, True),
-        (torch.enable_grad, True),
-    ],
+    ("mode", "dynamic"), [(torch.no_grad, False), (torch.inference_mode, None), (torch.enable_grad, True)]
 )
 def test_a_compiled_model_gives_the_same_bits(mode: Callable[[], Any], dynamic: bool | None) -> None:
     model = Model(alone(2))
     fast = compiled(model, dynamic=dynamic)
     with mode():
-        for count in (5, 0, 1, 9, 24, 3):
+        for count in (5, 0, 1, 24):
             x = tokens(count)
             found = fast(x)
             assert found.shape == (count, HIDDEN)
@@ -266,7 +259,7 @@ def on_ranks(group: EPGroup, transport: str, counts: list[list[int]], backend: s
 
 
 def test_ranks_with_other_counts() -> None:
-    counts = [[5, 0, 3, 1, 7], [5, 4, 0, 24, 7], [0, 0, 2, 1, 7]]
+    counts = [[5, 0, 1, 7], [5, 24, 0, 7], [0, 2, 1, 7]]
     assert launch(on_ranks, "collective", counts, "aot_eager", num_ranks=3, device="cpu") == [[]] * 3
 
 
