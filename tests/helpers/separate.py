@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-SECS = 600.0  # timeout of a group
+SECS = 850.0  # timeout of a group, of which several share the cores
 LESS_PRIORITY = ("nice", "-n", "5")
 
 Files = tuple[Path, ...]
