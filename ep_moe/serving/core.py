@@ -20,6 +20,7 @@ from ep_moe.balance import rank_loads
 from ep_moe.balance.reports import status_of_ranks
 from ep_moe.engines.transformers.decoding.passes import RowsMade, RowsPlan
 from ep_moe.group.waiting import SLICE_SECS
+from ep_moe.placement import Placement
 from ep_moe.serving.ranks import Ranks, RanksChangedError, ServerEndedError
 from ep_moe.serving.scheduler import Generation, Limits, Progress, Scheduler
 
@@ -61,7 +62,7 @@ class Leader:
         on_start: called with the seconds that a sequence has waited for its row, in that thread.
         load: [layer][expert], tokens that went to each expert so far, at most LOAD_SECS old while there is work.
         rank_load: [layer][rank], the same by the ranks that had the experts at the time; copies with equal shares.
-        placements: which rank has which expert, by layer. rebalancing: the entries of `status_of_ranks`, {} without a
+        owners: [layer][expert], the ranks that have it. rebalancing: the entries of `status_of_ranks`, {} without a
             rebalancer. As old as `load`.
         num_heals, heal_secs: how often ranks were lost and the others went on, and the time without plans in all.
         num_moved: sequences that have lost their row by that, and go on elsewhere.
@@ -75,7 +76,7 @@ class Leader:
         self.on_start: Callable[[float], None] = lambda secs: None
         self.load: list[list[int]] = []
         self.rank_load: list[list[float]] = []
-        self.placements = limits.placements
+        self._place(limits.placements)
         self.rebalancing: dict[str, Any] = {}
         self.waits = [[0.0] * limits.num_ranks for _ in range(limits.num_ranks)]
         self._waited = [[0.0]] * limits.num_ranks  # as of the last report
@@ -302,7 +303,8 @@ class Leader:
         with self._changed:
             found, moved = self._scheduler.regroup(done.seats, done.answers, done.forgotten)
         self._sent.clear()
-        self.placements, self.rebalancing = done.placements or self.placements, {}
+        self._place(done.placements or self._placements)
+        self.rebalancing = {}
         self._loads = {rank: load for rank, load in self._loads.items() if rank in done.answers}
         self._waited = [[0.0]] * len(done.seats)
         self.num_moved += moved
@@ -324,7 +326,7 @@ class Leader:
         load = load if self.load else new
         so_far = self.rank_load or [[0.0] * self.limits.num_ranks for _ in new]
         self.rank_load = [list(layer) for layer in so_far]
-        for layer, ranks in zip(self.rank_load, rank_loads(new, self.placements), strict=True):
+        for layer, ranks in zip(self.rank_load, rank_loads(new, self._placements), strict=True):
             for seat, tokens in zip(seats, ranks, strict=True):
                 layer[seat] += tokens
         self.load = load
@@ -340,7 +342,12 @@ class Leader:
         self._waited = waited
         if made[0].rebalancing:
             self.rebalancing = status_of_ranks([each.rebalancing for each in made])
-            self.placements = made[0].placements
+            self._place(made[0].placements)
+
+    def _place(self, placements: Sequence[Placement]) -> None:
+        """Take the placements of the ranks that take part."""
+        seats, self._placements = self._ranks.seats, placements
+        self.owners = [[[seats[rank] for rank in ranks] for ranks in layer.owners()] for layer in placements]
 
     def _end(self, error: ServerEndedError) -> None:
         with self._changed:

@@ -225,7 +225,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
             "version": importlib.metadata.version("ep-moe"),
             "sizes": None if limits.sizes is None else dataclasses.asdict(limits.sizes),
             "load": leader.load,
-            "owners": [placement.owners() for placement in leader.placements],
+            "owners": leader.owners,
             "rebalancing": leader.rebalancing or None,
         }
 

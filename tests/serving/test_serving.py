@@ -52,7 +52,7 @@ from ep_moe.serving.http import create_app, run_beside
 from ep_moe.serving.job import Service
 from ep_moe.serving.metrics import Metrics
 from ep_moe.serving.protocol import NEUTRAL, UNUSED, ChatRequest, CompletionRequest, usage
-from ep_moe.serving.ranks import OneRank, ServerEndedError
+from ep_moe.serving.ranks import OneRank, Regrouped, ServerEndedError
 from ep_moe.serving.scheduler import BadRequestError, Generation, Progress, QueueFullError, Scheduler
 from ep_moe.serving.text import TextStream
 
@@ -1115,7 +1115,7 @@ def test_experts_that_move_take_their_tokens_along(tokenizer: Any) -> None:
         made = [RowsMade(tokens=[], **parts) for _ in range(2)]
         leader._report_load([made[0], dataclasses.replace(made[1], placements=())], 0.0)
     assert leader.load == [[40, 12, 8, 12]]
-    assert leader.placements == moved
+    assert leader.owners == [[[0], [1], [1], [0]]]
     # before the move 38 and 14; behind it experts 0 and 3 are on rank 0
     first, behind = (32 + 6, 4 + 10), (8 + 2, 6 + 4)
     assert leader.rank_load == [[first[0] + behind[0], first[1] + behind[1]]]
@@ -1132,6 +1132,20 @@ def test_experts_that_move_take_their_tokens_along(tokenizer: Any) -> None:
         'rank_expert_tokens{rank="1"} 24.0',
     ):
         assert f"ep_moe_{line}\n" in found
+
+
+def test_owners_of_experts_are_ranks_of_the_launch() -> None:
+    """Also when the ranks that are left number themselves anew."""
+    ranks = mock.Mock(seats=(0, 1, 2), lost={})
+    leader = Leader(ranks, LIMITS)
+    assert leader.owners == [[[0], [0], [0]]] * 2
+    left = (Placement((2, 0, 1, 2), (0, 2, 4)),)
+    ranks.regroup.return_value = Regrouped(
+        seats=(0, 2), answers={0: [], 2: []}, forgotten={0: frozenset(), 2: frozenset()}, placements=left
+    )
+    ranks.seats = (0, 2)
+    leader._regroup()
+    assert leader.owners == [[[0], [2], [0, 2]]]
 
 
 def test_the_live_page_shows_the_metrics(tokenizer: Any, tmp_path: Path) -> None:
