@@ -5,7 +5,7 @@ Letters: T tokens on this rank, H hidden, K top-k, E logical experts, M max_toke
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +13,13 @@ import torch
 from ep_moe.balance import RebalanceStatus
 from ep_moe.config import Layout
 from ep_moe.engines.transformers.experts import ExpertsModule, activation_of, are_views, state_of, weights_of
-from ep_moe.engines.transformers.regrouping import HeldExperts, Recipe, Regrouped, regroup_experts
+from ep_moe.engines.transformers.regrouping import (
+    HeldExperts,
+    Recipe,
+    Regrouped,
+    hand_over_experts,
+    regroup_experts,
+)
 from ep_moe.experts import create_experts
 from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.layer import ExpertParallelMoE, refuse_backward
@@ -241,6 +247,24 @@ class Session:
         self._transport, self.layers, done = made
         self.group, self._held, self._losses = group, (), []
         return done
+
+    def hand_over(self, leaving: Collection[int]) -> None:
+        """Give the experts of ranks that are about to leave to the others, in the group so far, whose layers end.
+
+        Then those that leave call `destroy`, here and of their group, and the others regroup without them: nothing is
+        read from the checkpoint for these experts.
+
+        Args:
+            leaving: ranks of the group, the same on all of them.
+        Errors: ValueError for a rank of none, or for all; PeerLostError if another rank is lost meanwhile, after which
+            the ranks that are left, those that were about to leave too, regroup as after any loss. Collective.
+        """
+        unknown = [rank for rank in leaving if not 0 <= rank < self.group.num_ranks]
+        if unknown or len({*leaving}) == self.group.num_ranks:
+            raise ValueError(f"leaving ({sorted(leaving)}) must be some of {self.group.num_ranks} ranks, and not all")
+        self.leave()
+        hand_over_experts(self._recipe, self._held, self.group, leaving)
+        self.group.wait_for_all("hand over")  # none leaves before the others have what it had
 
     def leave(self) -> None:
         """End layers, transports and graphs ahead of `EPGroup.regroup`, and keep the experts for `regroup`.

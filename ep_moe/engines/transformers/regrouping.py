@@ -11,7 +11,7 @@ import logging
 import operator
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -171,23 +171,7 @@ def regroup_experts(
     Errors: RuntimeError, on all ranks, if an expert is on no rank and cannot be read; PeerLostError. Collective.
     """
     secs: dict[str, float] = {}
-    with _timed(secs, "plan"):
-        mine = recipe.spread, [each.experts for each in held], [_counted(each) for each in held]
-        ranks = group.all_gather_object(mine)
-        placements = _planned(recipe, ranks)
-        check_placements(placements, group)
-        ways = [
-            _ways_to(placement, [experts[layer] for _, experts, _ in ranks])
-            for layer, placement in enumerate(placements)
-        ]
-    with _timed(secs, "read"):
-        read = _read(recipe, ways, group, lost)
-        names = [{*_rows_of(each.weights), *_rows_of(read.get(index))} for index, each in enumerate(held)]
-        everywhere = group.all_gather_object(names)
-    with _timed(secs, "move"):
-        for index, each in enumerate(held):
-            found = sorted(set().union(*(of_rank[index] for of_rank in everywhere)))
-            _move(each, read.pop(index, None), ways[index], placements[index], found, group, index)
+    placements, ways = _bring(recipe, held, group, lost, (), secs)
     with _timed(secs, "layers"):
         transport, layers = _make(recipe, held, placements, group)
     sizes = [sum(_row_bytes(rows) for rows in _rows_of(each.weights).values()) for each in held]
@@ -216,6 +200,57 @@ def regroup_experts(
     return transport, layers, done
 
 
+def hand_over_experts(
+    recipe: Recipe, held: Sequence[HeldExperts], group: EPGroup, leaving: Collection[int]
+) -> tuple[Placement, ...]:
+    """Bring the experts of ranks that are about to leave to the others of their group; these have all of them then.
+
+    Args:
+        held: as of `regroup_experts`, which the others call next. leaving: ranks of the group, not all of them.
+    Returns: which rank has which expert now, by layer; those that leave have none.
+    Errors: as of `regroup_experts`. Collective.
+    """
+    secs: dict[str, float] = {}
+    placements, ways = _bring(recipe, held, group, "ranks leave", leaving, secs)
+    if group.rank == 0:
+        _log.info(
+            "%d experts of ranks %s are on the others: %s",
+            sum(way.travels for of_layer in ways for way in of_layer),
+            ", ".join(str(group.seats[rank]) for rank in sorted(leaving)),
+            ", ".join(f"{name} {each:.3f} s" for name, each in secs.items()),
+        )
+    return placements
+
+
+def _bring(
+    recipe: Recipe,
+    held: Sequence[HeldExperts],
+    group: EPGroup,
+    lost: str,
+    leaving: Collection[int],
+    secs: dict[str, float],
+) -> tuple[tuple[Placement, ...], list[list["_Way"]]]:
+    """Bring experts to the ranks that do not leave; returns where they are and how they came. Collective."""
+    with _timed(secs, "plan"):
+        mine = recipe.spread, [each.experts for each in held], [_counted(each) for each in held]
+        ranks = group.all_gather_object(mine)
+        placements = _planned(recipe, ranks, leaving)
+        check_placements(placements, group)
+        ways = [
+            _ways_to(placement, [experts[layer] for _, experts, _ in ranks])
+            for layer, placement in enumerate(placements)
+        ]
+    with _timed(secs, "read"):
+        read = _read(recipe, ways, group, lost)
+        names = [{*_rows_of(each.weights), *_rows_of(read.get(index))} for index, each in enumerate(held)]
+        everywhere = group.all_gather_object(names)
+    with _timed(secs, "move"):
+        for index, each in enumerate(held):
+            found = sorted(set().union(*(of_rank[index] for of_rank in everywhere)))
+            _move(each, read.pop(index, None), ways[index], placements[index], found, group, index)
+    return placements, ways
+
+
 _KINDS = (lambda way: way.travels, lambda way: way.source is None)
 
 
@@ -230,20 +265,29 @@ def _counted(held: HeldExperts) -> list[int]:
     return [] if held.counts is None else held.counts.tolist()
 
 
-def _planned(recipe: Recipe, ranks: Sequence[Any]) -> tuple[Placement, ...]:
-    """The placements of all layers for what ranks have.
+def _planned(recipe: Recipe, ranks: Sequence[Any], leaving: Collection[int] = ()) -> tuple[Placement, ...]:
+    """The placements of all layers for what ranks have; those that leave get nothing.
 
     There are as many positions as at the start, but for a group of fewer ranks no more on each than then, unless the
     experts need them.
     """
-    num_ranks, num_experts = len(ranks), recipe.configs[0].num_experts
-    first, first_ranks = next((spread for spread, _, _ in ranks if spread is not None), (num_experts, num_ranks))
+    stay = [rank for rank in range(len(ranks)) if rank not in leaving]
+    num_ranks, num_experts = len(stay), recipe.configs[0].num_experts
+    first, first_ranks = next((spread for spread, _, _ in ranks if spread is not None), (num_experts, len(ranks)))
     num_physical = min(first, max(num_experts, first * num_ranks // first_ranks), num_experts * num_ranks)
     load = [[0] * num_experts for _ in recipe.configs]
     for _, _, counts in ranks:
         for layer, found in enumerate(counts):
             load[layer] = list(map(operator.add, load[layer], found or [0] * num_experts))
-    return plan_handover([experts or [()] * len(load) for _, experts, _ in ranks], load, num_physical)
+    planned = plan_handover([ranks[rank][1] or [()] * len(load) for rank in stay], load, num_physical)
+    if not leaving:
+        return planned
+    # a rank that leaves has no positions between those of the others
+    firsts = [sum(other < rank for other in stay) for rank in range(len(ranks) + 1)]
+    return tuple(
+        Placement(each.physical_to_logical, tuple(each.starts[first] for first in firsts), each.idle)
+        for each in planned
+    )
 
 
 def _ways_to(placement: Placement, held: Sequence[Sequence[int]]) -> list[_Way]:

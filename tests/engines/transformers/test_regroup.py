@@ -25,7 +25,7 @@ from ep_moe.engines.transformers.decoding import RowDecoder
 from ep_moe.engines.transformers.decoding.grammars import RowGrammars
 from ep_moe.engines.transformers.decoding.passes import RowsPlan, RowStart, Sampling, pass_shape
 from ep_moe.engines.transformers.decoding.sequences import NONE
-from ep_moe.engines.transformers.regrouping import HeldExperts, Recipe, _with_rows, regroup_experts
+from ep_moe.engines.transformers.regrouping import HeldExperts, Recipe, _with_rows, hand_over_experts, regroup_experts
 from ep_moe.environment import LaunchEnv
 from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.launch import RankFailedError, launch
@@ -232,7 +232,7 @@ class MadeExperts:
 
 
 def keep_formats(group: EPGroup) -> list[str]:
-    """Bring six experts of several schemes to three ranks, of which one has none; returns what is wrong."""
+    """Bring six experts of several schemes to three ranks; the second has none, and leaves then. Returns errors."""
     wrong = []
     had = ((0, 1, 3), (), (3, 4))[group.rank]
     for scheme in ("none", "fp8_block", "fp8_tensor", "mxfp4_w4a16", "nvfp4", "int4_w4a16_g32_zp"):
@@ -261,6 +261,17 @@ def keep_formats(group: EPGroup) -> list[str]:
         if (done.from_checkpoint, placement.num_physical) != (2, 7):
             wrong.append(f"{scheme} {done}")
         transport.destroy()
+        held, alone = [HeldExperts.of(layer)], dataclasses.replace(recipe, source=None)
+        [placement] = hand_over_experts(alone, held, group, [1])
+        local = held[0].experts
+        assert placement.local_experts(group.rank) == local
+        assert set(placement.physical_to_logical) == {*range(6)}
+        found = held[0].weights.named_tensors
+        if group.rank == 1:
+            wrong += [f"{scheme} {name} is still there" for name in rows if len(found[name])]
+            continue
+        expected = made.local(local, get_scheme(scheme)).named_tensors
+        wrong += [f"{scheme} {name}" for name, each in expected.items() if not torch.equal(raw(each), raw(found[name]))]
     return wrong
 
 
