@@ -19,6 +19,11 @@ def server_key() -> str:
     return os.environ.get("EP_MOE_API_KEY", "")
 
 
+def admin_key() -> str:
+    """The key of our server's administrators, "" if the environment has none."""
+    return os.environ.get("EP_MOE_ADMIN_KEY", "")
+
+
 def client_key() -> str:
     """The key that our clients bring to a server, "" if the environment has none."""
     return server_key() or os.environ.get("OPENAI_API_KEY", "")

@@ -18,7 +18,7 @@ from ep_moe.app.check import check_model
 from ep_moe.app.rebalancing import RebalanceConfig
 from ep_moe.app.start import PRELOAD, on_ranks, pick_device
 from ep_moe.config import EngineConfig
-from ep_moe.environment import LaunchEnv, server_key
+from ep_moe.environment import LaunchEnv, admin_key, server_key
 from ep_moe.fields import Field, check_fields
 
 _NEEDED = ("fastapi", "jinja2", "prometheus_client", "uvicorn")  # of the extra `serve`
@@ -65,6 +65,10 @@ class ServeConfig:
         str,
         Field(help="File with a key in each line, besides EP_MOE_API_KEY; without keys all may ask"),
     ] = ""
+    admin_keys: Annotated[
+        str,
+        Field(help="File with a key in each line, besides EP_MOE_ADMIN_KEY, for /admin/ranks; off without keys"),
+    ] = ""
     allowed_origins: Annotated[str, Field(help="Origins (a,b) of pages that may ask; * for all")] = ""
 
     def __post_init__(self) -> None:
@@ -78,16 +82,11 @@ class ServeConfig:
 
     def read_keys(self) -> tuple[str, ...]:
         """The keys of clients, () if there are none. Errors: ValueError for a file without keys, or unreadable."""
-        keys = [server_key()] if server_key() else []
-        if self.api_keys:
-            try:
-                found = [line.strip() for line in Path(self.api_keys).read_text().splitlines() if line.strip()]
-            except (OSError, ValueError) as error:
-                raise ValueError(f"api_keys ({self.api_keys!r}) cannot be read: {error}") from None
-            if not found:
-                raise ValueError(f"api_keys ({self.api_keys!r}) has no keys")
-            keys += found
-        return tuple(keys)
+        return _keys(server_key(), self.api_keys, "api_keys")
+
+    def read_admin_keys(self) -> tuple[str, ...]:
+        """The keys of administrators, as `read_keys`."""
+        return _keys(admin_key(), self.admin_keys, "admin_keys")
 
     @property
     def origins(self) -> tuple[str, ...]:
@@ -97,6 +96,19 @@ class ServeConfig:
     def name_of(self, engine: EngineConfig) -> str:
         """The model's name for clients."""
         return self.name or (Path(engine.model).resolve().name if engine.model else "ep-moe")
+
+
+def _keys(of_environment: str, file: str, option: str) -> tuple[str, ...]:
+    keys = [of_environment] if of_environment else []
+    if file:
+        try:
+            found = [line.strip() for line in Path(file).read_text().splitlines() if line.strip()]
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{option} ({file!r}) cannot be read: {error}") from None
+        if not found:
+            raise ValueError(f"{option} ({file!r}) has no keys")
+        keys += found
+    return tuple(keys)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -128,6 +140,7 @@ def serve(engine: EngineConfig, config: ServeConfig, rebalance: RebalanceConfig 
     """
     check_model(engine)
     config.read_keys()
+    config.read_admin_keys()
     rebalance = rebalance or RebalanceConfig()
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:

@@ -93,6 +93,10 @@ class _Member(Member):
         )
         return self.rows
 
+    def hand_over(self, leaving: tuple[int, ...]) -> None:
+        """See `Member`."""
+        self.session.hand_over([self.group.seats.index(seat) for seat in leaving])
+
     def regroup(self, epoch: int, seats: tuple[int, ...]) -> Joined:
         """See `Member`."""
         self.group = self.group.latest.regroup(epoch, seats)
@@ -193,6 +197,7 @@ def serve_front_main(listener: socket.socket, starter: Connection, engine: Engin
         name=name,
         metrics=Metrics(leader),
         keys=config.read_keys(),
+        admin_keys=config.read_admin_keys(),
         origins=config.origins,
         response_template=response_template(tokenizer, AutoConfig.from_pretrained(model_dir(engine))),
     )

@@ -8,18 +8,21 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ep_moe.launch.local import KEEP, Ended, Front, FrontFailedError, launch
+    from ep_moe.launch.local import KEEP, LEFT, Ended, Front, FrontFailedError, Start, Stop, launch
     from ep_moe.launch.outcomes import RankFailedError, RankTraceback
     from ep_moe.launch.rank import Target, run_rank
     from ep_moe.launch.server import start_server
 
 __all__ = [
     "KEEP",
+    "LEFT",
     "Ended",
     "Front",
     "FrontFailedError",
     "RankFailedError",
     "RankTraceback",
+    "Start",
+    "Stop",
     "Target",
     "launch",
     "run_rank",

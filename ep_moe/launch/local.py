@@ -96,9 +96,10 @@ class Front:
     """A process beside the ranks of a launch, connected to the launcher, that uses their store.
 
     It is sent (`StorePlace`, num_ranks, True) at the start. It may send KEEP, after which a rank that ends does not end
-    the others; (seat, process, secs), to kill that rank then; or a text, the error that ends the launch. After KEEP it
-    is sent an `Ended` for each rank that ends by an error, which is then started again on standby, as
-    `EPGroup.on_standby` has it. Once it has ended itself, so do the ranks, and there are no results.
+    the others; (seat, process, secs), to kill that rank then; `Stop` and `Start`; or a text, the error that ends the
+    launch. After KEEP it is sent an `Ended` for each rank that ends by an error, which is then started again on
+    standby, as `EPGroup.on_standby` has it, and for each that ends in order or has ended behind a `Stop`. Once it has
+    ended itself, so do the ranks, and there are no results.
 
     Args:
         restarts: how often each rank is started again, with pauses that double; a rank that has run for CALM_SECS
@@ -115,13 +116,32 @@ PAUSE_SECS, LONGEST_PAUSE_SECS = 0.5, 30.0  # before a rank is started again for
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Stop:
+    """Have a rank end for good: it is killed after so many seconds, and not started again until a `Start`."""
+
+    seat: int
+    secs: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """Start a rank on standby that has ended, at once; without effect on one that has not."""
+
+    seat: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
-    """How a rank has ended. again: seconds until it is started again, None if it is not."""
+    """How a rank has ended; `how` is LEFT if it has done so in order, or behind a `Stop`. again: seconds until it is
+    started again, None if it is not."""
 
     seat: int
     process: int
     how: str
     again: float | None
+
+
+LEFT = "has left"
 
 
 class FrontFailedError(RuntimeError):
@@ -137,6 +157,7 @@ class _Ranks:
         self._starts = [(0, 0.0)] * num_ranks  # how often each rank was started again, and when
         self._due: list[tuple[float, Callable[[], None]]] = []
         self._waiting: set[int] = set()  # ranks that will be started again
+        self._stopped: set[int] = set()  # ranks that are not to run
         self._store = store
         self._num_ranks = num_ranks
         self._secret = secrets.token_hex(16)
@@ -178,6 +199,8 @@ class _Ranks:
         stderr.close()
 
     def _start_again(self, rank: int) -> None:
+        if rank not in self._waiting:  # it is running already, or has been stopped
+            return
         self._waiting.discard(rank)
         self._pipes[rank].close()
         self._outcomes.forget(rank)
@@ -224,11 +247,49 @@ class _Ranks:
             self._outcomes.keep()
         elif isinstance(message, str):
             raise FrontFailedError(message)
+        elif isinstance(message, Stop):
+            self._stop(message)
+        elif isinstance(message, Start):
+            self._start(message.seat)
         else:
             seat, pid, secs = message
             process = self._processes[seat]
             if process.pid == pid:
                 self._due.append((time.monotonic() + secs, process.kill))
+
+    def _stop(self, order: Stop) -> None:
+        rank, process = order.seat, self._processes[order.seat]
+        self._stopped.add(rank)
+        self._waiting.discard(rank)
+        if rank not in self._outcomes.pending:
+            self._note_stopped(rank)
+            return
+
+        def kill() -> None:
+            if self._processes[rank] is process and rank in self._outcomes.pending:
+                process.kill()
+
+        self._due.append((time.monotonic() + order.secs, kill))
+
+    def _note_stopped(self, rank: int) -> None:
+        """A rank that is not to run has ended, however."""
+        self._outcomes.leave(rank)
+        self._tell_left(rank)
+
+    def _tell_left(self, rank: int) -> None:
+        """Tell the front process that a rank has ended in order."""
+        if self._outcomes.keeps and self._connection is not None:
+            ended = Ended(seat=rank, process=self._processes[rank].pid or 0, how=LEFT, again=None)
+            with contextlib.suppress(OSError):
+                self._connection.send(ended)
+
+    def _start(self, rank: int) -> None:
+        if rank in self._outcomes.pending:
+            return
+        self._stopped.discard(rank)
+        self._starts[rank] = 0, time.monotonic()
+        self._waiting.add(rank)
+        self._start_again(rank)
 
     def end(self) -> None:
         pending = self._outcomes.pending
@@ -248,11 +309,17 @@ class _Ranks:
         try:
             outcome = read_outcome(self._pipes[rank].recv_bytes())
         except (EOFError, ConnectionResetError):
+            outcome = None
+        if rank in self._stopped:
+            self._note_stopped(rank)
+            return
+        if outcome is None:
             how = self._how_it_died(rank)
             self._tell_ranks(self._outcomes.add_death(rank, how))
         else:
             self._outcomes.add(rank, outcome)
             if not isinstance(outcome, Failure):
+                self._tell_left(rank)
                 return
             how = f"failed: {outcome.what()}"
             if self._outcomes.keeps:  # the rank has told those of its group, if it had one

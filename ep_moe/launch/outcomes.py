@@ -87,6 +87,7 @@ class Outcomes:
         self._deaths: list[tuple[int, str]] = []
         self._deadline: float | None = None
         self._keeps = False
+        self._left: set[int] = set()
 
     @property
     def keeps(self) -> bool:
@@ -98,8 +99,15 @@ class Outcomes:
         self._keeps = True
 
     def forget(self, rank: int) -> None:
-        """Forget a failure: the rank has been started again."""
-        del self._failures[rank]
+        """Forget how a rank has ended: it has been started again."""
+        self._left.discard(rank)
+        self._failures.pop(rank, None)
+        self._results.pop(rank, None)
+
+    def leave(self, rank: int) -> None:
+        """Count a rank, which has ended, for none of the launch, until `forget`."""
+        self.forget(rank)
+        self._left.add(rank)
 
     def end(self) -> None:
         """Give the pending ranks no longer than after a failure."""
@@ -127,7 +135,7 @@ class Outcomes:
     @property
     def pending(self) -> set[int]:
         """Ranks that have not ended."""
-        return set(range(self._num_ranks)) - set(self._results) - set(self._failures)
+        return set(range(self._num_ranks)) - set(self._results) - set(self._failures) - self._left
 
     @property
     def secs_left(self) -> float | None:

@@ -34,9 +34,13 @@ class Ready:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Membership:
-    """An order: the ranks that go on together, as the launch numbers them, ascending. Its number is its epoch's."""
+    """An order: the ranks that go on together, as the launch numbers them, ascending. Its number is its epoch's.
+
+    leaving: ranks of the last membership, all of which are there, that hand their experts to its others first, and end.
+    """
 
     seats: tuple[int, ...]
+    leaving: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

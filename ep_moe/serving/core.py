@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from ep_moe.balance import rank_loads
@@ -21,7 +21,7 @@ from ep_moe.balance.reports import status_of_ranks
 from ep_moe.engines.transformers.decoding.passes import RowsMade, RowsPlan
 from ep_moe.group.waiting import SLICE_SECS
 from ep_moe.placement import Placement
-from ep_moe.serving.ranks import Ranks, RanksChangedError, ServerEndedError
+from ep_moe.serving.ranks import CannotScaleError, Ranks, RanksChangedError, ServerEndedError
 from ep_moe.serving.scheduler import Generation, Limits, Progress, Scheduler
 
 OnProgress = Callable[[Progress], None]
@@ -95,7 +95,7 @@ class Leader:
         self._prefill_secs = MOST_HELD_SECS  # of the last one
         self._changed = threading.Condition()
         self._failure: ServerEndedError | None = None
-        self._closing = False
+        self._closing = self._regroups = False
         self._drain_until: float | None = None
 
     @property
@@ -114,6 +114,29 @@ class Leader:
         return dict(self._ranks.lost)
 
     @property
+    def num_ranks(self) -> int:
+        """Ranks that take part now."""
+        return len(self._ranks.seats)
+
+    @property
+    def ranks(self) -> list[tuple[str, str]]:
+        """The state of each rank of the launch, and its error if it is "lost": it is started again, or awaits `scale`.
+
+        Others are "serving", "leaving" until they have ended, "loading" (it joins when it is ready) or "left".
+        """
+        seats, wanted, lost, ending = self._ranks.seats, self._ranks.wanted, self.lost, self._ranks.ending
+        found = list[tuple[str, str]]()
+        for rank in range(self.limits.num_ranks):
+            if rank in seats:
+                state = "serving" if rank in wanted else "leaving"
+            elif rank in ending:
+                state = "leaving"
+            else:
+                state = "lost" if rank in lost else "loading" if rank in wanted else "left"
+            found.append((state, lost[rank] if state == "lost" else ""))
+        return found
+
+    @property
     def num_running(self) -> int:
         """Sequences that have a row now."""
         return self._scheduler.num_running
@@ -125,12 +148,12 @@ class Leader:
 
     @property
     def recent_rank_load(self) -> list[list[float]]:
-        """`rank_load` of the last minute: since the last report before it, or since the first one if there is none."""
-        reports = list(self._reports)
-        if len(reports) < 2:
-            return self.rank_load
-        first, last = reports[0][1], reports[-1][1]
-        return [[b - a for a, b in zip(*layers, strict=True)] for layers in zip(first, last, strict=True)]
+        """`rank_load` of the last minute of the ranks that take part now: since the last report before it, or since
+        the first one if there is none."""
+        reports, seats = list(self._reports), self._ranks.seats
+        last = reports[-1][1] if reports else self.rank_load
+        first = reports[0][1] if len(reports) > 1 else [[0.0] * len(layer) for layer in last]
+        return [[new[seat] - old[seat] for seat in seats] for old, new in zip(first, last, strict=True)]
 
     def usage(self, rank: int) -> tuple[int, int]:
         """Rows of a rank that have a sequence now, and the positions that these have filled."""
@@ -152,14 +175,36 @@ class Leader:
         Errors: BadRequestError, QueueFullError, DrainingError, ServerEndedError. Any thread.
         """
         with self._changed:
-            if self._failure is not None or self._closing:
-                raise ServerEndedError(str(self._failure or "the server is closed"))
-            if self.draining:
-                raise DrainingError("the server is about to end and takes no new requests")
+            self._check_open()
             ticket = self._scheduler.submit(generation)
             self._watchers[ticket] = on_progress
             self._changed.notify()
         return ticket
+
+    def _check_open(self) -> None:
+        if self._failure is not None or self._closing:
+            raise ServerEndedError(str(self._failure or "the server is closed"))
+        if self.draining:
+            raise DrainingError("the server is about to end and takes no new requests")
+
+    def scale(self, ranks: Collection[int]) -> None:
+        """Have these ranks of the launch serve, and no others: returns at once; `ranks` tells how far they are.
+
+        A rank that is to go hands its experts over, and its sequences go on elsewhere. One that is to come, after it
+        has left or was lost, is started, and joins when it has loaded the model.
+
+        Errors: CannotScaleError while ranks regroup, and for ranks that end together; ValueError for no rank, or one
+        that the launch has not; DrainingError, ServerEndedError. Any thread.
+        """
+        most = self.limits.num_ranks
+        if not ranks or not {*ranks} <= {*range(most)}:
+            raise ValueError(f"ranks {sorted(ranks)} must be one or more of the launch, 0 to {most - 1}")
+        with self._changed:
+            self._check_open()
+            if self._regroups:
+                raise CannotScaleError("ranks regroup just now, after a loss or to scale: ask again in some seconds")
+            self._ranks.scale(frozenset(ranks))
+            self._changed.notify()
 
     def expect(self) -> Callable[[], None]:
         """Note that a request has come; returns what to call, once or more, when it has submitted its generations, or
@@ -207,7 +252,7 @@ class Leader:
                     more = more and self._send()
                     if self._sent:
                         self._receive()
-                    elif more and self._ranks.can_grow:
+                    elif more and self._ranks.changes:
                         self._regroup()
                 except RanksChangedError:
                     self._regroup()
@@ -226,7 +271,7 @@ class Leader:
 
     def _send(self) -> bool:
         """Send plans as far ahead as allowed; waits while there is nothing to do. False once the server is closed."""
-        while len(self._sent) < self._ranks.most_sent and not self._ranks.can_grow:
+        while len(self._sent) < self._ranks.most_sent and not self._ranks.changes:
             with self._changed:
                 if self._closing or (self._drain_until is not None and time.monotonic() >= self._drain_until):
                     return False
@@ -297,9 +342,11 @@ class Leader:
                     watcher(progress)
 
     def _regroup(self) -> None:
-        """Go on with the ranks that are left, or with another one: its time is that in which no plan is carried out."""
+        """Go on without some ranks, or with others: its time is that in which no plan is carried out."""
         start, before = time.perf_counter(), self._ranks.seats
+        self._regroups = True
         done = self._ranks.regroup()
+        self._regroups = False
         with self._changed:
             found, moved = self._scheduler.regroup(done.seats, done.answers, done.forgotten)
         self._sent.clear()
@@ -308,7 +355,7 @@ class Leader:
         self._loads = {rank: load for rank, load in self._loads.items() if rank in done.answers}
         self._waited = [[0.0]] * len(done.seats)
         self.num_moved += moved
-        if not {*before} <= done.answers.keys():  # ranks of before are lost
+        if not {*before} <= done.answers.keys() | {*done.left}:  # ranks of before are lost
             self.num_heals, self.heal_secs = self.num_heals + 1, self.heal_secs + time.perf_counter() - start
         self._hand_out(found)
 

@@ -34,9 +34,28 @@ from ep_moe.fields import shown
 from ep_moe.serving.access import AccessLog
 from ep_moe.serving.connections import LimitedConnection
 from ep_moe.serving.core import DrainingError, ServerEndedError
-from ep_moe.serving.job import KINDS, Job, Kind, Service, UnauthorizedError, UnknownModelError, event
+from ep_moe.serving.job import (
+    KINDS,
+    ForbiddenError,
+    Job,
+    Kind,
+    NotServedError,
+    Service,
+    UnauthorizedError,
+    UnknownModelError,
+    event,
+)
 from ep_moe.serving.metrics import CLIENT_LEFT, Metrics
-from ep_moe.serving.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest, error_body, parse
+from ep_moe.serving.protocol import (
+    DetokenizeRequest,
+    NoSuchRankError,
+    ScaleRequest,
+    TokenizeChatRequest,
+    TokenizeTextRequest,
+    error_body,
+    parse,
+)
+from ep_moe.serving.ranks import CannotScaleError
 from ep_moe.serving.scheduler import BadRequestError, GrammarError, NotFiniteError, QueueFullError
 from ep_moe.serving.text import Piece
 
@@ -62,6 +81,10 @@ class _BodyTooLargeError(ValueError):
 _ERRORS: dict[type[Exception], tuple[int, str, str | None]] = {
     BadRequestError: (400, "invalid_request_error", None),
     UnauthorizedError: (401, "invalid_request_error", "invalid_api_key"),
+    ForbiddenError: (403, "permission_error", None),
+    NotServedError: (404, "invalid_request_error", None),
+    NoSuchRankError: (404, "invalid_request_error", "rank_not_found"),
+    CannotScaleError: (409, "invalid_request_error", "cannot_scale"),
     UnknownModelError: (404, "invalid_request_error", "model_not_found"),
     _BodyTooLargeError: (413, "invalid_request_error", None),
     QueueFullError: (429, "rate_limit_error", "queue_full"),
@@ -152,6 +175,7 @@ def create_app(service: Service) -> FastAPI:
     _add_tokens(keyed, service, bodies)
     _add_models(keyed, service)
     app.include_router(keyed)
+    _add_admin(app, service, bodies)
     _add_state(app, service)
     return app
 
@@ -236,6 +260,39 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _add_admin(app: FastAPI, service: Service, bodies: _Bodies) -> None:
+    """The endpoints of administrators."""
+
+    def check_admin(request: Request) -> None:
+        service.check_admin(request.headers.get("authorization"))
+
+    admin, leader = APIRouter(prefix="/admin", dependencies=[Depends(check_admin)]), service.leader
+
+    def shown_ranks() -> dict[str, Any]:
+        ranks = [
+            {"rank": rank, "state": state, "sequences": leader.usage(rank)[0]} | ({"error": why} if why else {})
+            for rank, (state, why) in enumerate(leader.ranks)
+        ]
+        states = [rank["state"] for rank in ranks]
+        done = {*states} <= {"serving", "left"}
+        return {"num_ranks": states.count("serving"), "most_ranks": len(ranks), "done": done, "ranks": ranks}
+
+    def scale(body: bytearray, start: float) -> dict[str, Any]:
+        del start
+        leader.scale(parse(ScaleRequest, body).chosen(leader.ranks))
+        return shown_ranks()
+
+    @admin.get("/ranks")
+    async def ranks() -> dict[str, Any]:
+        return shown_ranks()
+
+    @admin.post("/ranks", status_code=202)
+    async def scale_ranks(request: Request) -> dict[str, Any]:
+        return await bodies.work(request, scale)
+
+    app.include_router(admin)
 
 
 def _add_generation(app: APIRouter, service: Service, bodies: _Bodies) -> None:

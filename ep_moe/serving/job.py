@@ -38,13 +38,22 @@ class UnauthorizedError(PermissionError):
     """A request without a key of this server."""
 
 
+class ForbiddenError(PermissionError):
+    """A request with the key of a client that needs an administrator's."""
+
+
+class NotServedError(LookupError):
+    """A request for what this server was not started for."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Service:
     """What the application serves.
 
     Args:
         name: of the model, which requests may give. tokenizer: of transformers.
-        keys: one of which a request must bring, unless there are none.
+        keys: one of which a request must bring, unless there are none. admin_keys: the same for /admin, which is off
+            without any.
         origins: whose pages may ask from a browser; ("*",) for all.
         response_template: how the model writes the parts of an answer, None if it is not known.
     """
@@ -54,6 +63,7 @@ class Service:
     name: str
     metrics: Metrics
     keys: tuple[str, ...] = ()
+    admin_keys: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
     response_template: dict[str, Any] | None = None
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
@@ -76,13 +86,21 @@ class Service:
     def check_key(self, header: str | None) -> None:
         """Raise UnauthorizedError unless the header `authorization` brings a key. The time that it takes depends on no
         key's content."""
-        if not self.keys:
-            return
-        kind, _, brought = (header or "").partition(" ")
-        # as ASGI decodes headers
-        found = [hmac.compare_digest(brought.strip().encode("latin-1"), key.encode()) for key in self.keys]
-        if kind.lower() != "bearer" or not any(found):
+        if self.keys and not _brings(header, self.keys):
             raise UnauthorizedError("the header authorization brings no key of this server: 'Bearer KEY' is needed")
+
+    def check_admin(self, header: str | None) -> None:
+        """Raise NotServedError if /admin is off, ForbiddenError or UnauthorizedError unless the header `authorization`
+        brings an administrator's key; as `check_key`."""
+        if not self.admin_keys:
+            raise NotServedError("/admin is off: start the server with --admin-keys FILE or EP_MOE_ADMIN_KEY")
+        if _brings(header, self.admin_keys):
+            return
+        if _brings(header, self.keys):
+            raise ForbiddenError("the header authorization brings a client's key, /admin needs an administrator's")
+        raise UnauthorizedError(
+            "the header authorization brings no administrator's key of this server: 'Bearer KEY' is needed"
+        )
 
     def tokens(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         """The tokens of a prompt. Errors: BadRequestError for a text that is too long for any.
@@ -114,6 +132,14 @@ class Service:
     def text_of(self, tokens: Sequence[int]) -> str:
         """The text of tokens, special ones included, as it is."""
         return str(self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _brings(header: str | None, keys: Sequence[str]) -> bool:
+    """Whether a header `authorization` brings one of these keys, in a time that depends on no key's content."""
+    kind, _, brought = (header or "").partition(" ")
+    # as ASGI decodes headers
+    found = [hmac.compare_digest(brought.strip().encode("latin-1"), key.encode()) for key in keys]
+    return kind.lower() == "bearer" and any(found)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

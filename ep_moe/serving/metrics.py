@@ -45,7 +45,7 @@ class Metrics:
         limits = leader.limits
         self._gauge("running_sequences", "Sequences that have a row", lambda: leader.num_running)
         self._gauge("waiting_sequences", "Generations that wait for a row", lambda: leader.num_waiting)
-        self._gauge("ranks", "Ranks that serve", lambda: limits.num_ranks)
+        self._gauge("ranks", "Ranks that serve now", lambda: leader.num_ranks)
         self._gauge("rows", "Most sequences of a rank", lambda: limits.num_rows)
         self._gauge("positions", "Most positions of a sequence", lambda: limits.num_positions)
         self._gauge("draining", "1 once the server has been asked to end", lambda: int(leader.draining))
@@ -139,6 +139,10 @@ class _Heals:
         for name, what, value in (
             ("heals", "Times that ranks were lost and the others went on", leader.num_heals),
             ("heal_seconds", "Time without plans of these times", leader.heal_secs),
-            ("moved_sequences", "Sequences that have lost their row by that, and go on elsewhere", leader.num_moved),
+            (
+                "moved_sequences",
+                "Sequences that have lost their row with its rank, and go on elsewhere",
+                leader.num_moved,
+            ),
         ):
             yield CounterMetricFamily(f"ep_moe_{name}", what, value=value)

@@ -8,6 +8,7 @@ import dataclasses
 import inspect
 import json
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -500,11 +501,50 @@ class TokenizeChatRequest(_Templated):
     return_token_strs: bool = False
 
 
+class NoSuchRankError(ValueError):
+    """A rank that the launch has not."""
+
+    param = "ranks"
+
+
 class DetokenizeRequest(_Body):
     """Body of /detokenize."""
 
     model: str = ""
     tokens: Annotated[list[int], Field(fail_fast=True)]
+
+
+class ScaleRequest(_Body):
+    """Body of /admin/ranks: how many ranks are to serve, or which."""
+
+    num_ranks: int | None = None
+    ranks: Annotated[list[int], Field(fail_fast=True)] | None = None
+
+    def chosen(self, states: Sequence[tuple[str, str]]) -> tuple[int, ...]:
+        """The ranks that are to serve; for a number those that do first, then those that load.
+
+        Args: states: as of `Leader.ranks`.
+        Errors: BadRequestError; NoSuchRankError.
+        """
+        most = len(states)
+        if (self.num_ranks is None) == (self.ranks is None):
+            raise BadRequestError("one of num_ranks and ranks is needed", "num_ranks")
+        if self.ranks is not None:
+            unknown = next((rank for rank in self.ranks if not 0 <= rank < most), None)
+            if unknown is not None:
+                raise NoSuchRankError(f"rank {shown(unknown)} is none of this launch, which has 0 to {most - 1}")
+            if not self.ranks:
+                raise BadRequestError("ranks ([]) must be one rank or more", "ranks")
+            return tuple(sorted({*self.ranks}))
+        assert self.num_ranks is not None
+        if not 1 <= self.num_ranks <= most:
+            raise BadRequestError(
+                f"num_ranks ({shown(self.num_ranks)}) must be in [1, {most}], the ranks of the launch (--nproc)",
+                "num_ranks",
+            )
+        order = ("serving", "loading", "leaving", "left", "lost")
+        ranks = sorted(range(most), key=lambda rank: (order.index(states[rank][0]), rank))
+        return tuple(sorted(ranks[: self.num_ranks]))
 
 
 Parsed = TypeVar("Parsed", bound=BaseModel)

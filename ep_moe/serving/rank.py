@@ -35,9 +35,13 @@ class Member:
         """Go on with these ranks, in a new `group`; a plan that had failed has no effect on `rows`. Collective."""
         raise RuntimeError(f"rank {self.group.rank} cannot go on with other ranks")
 
+    def hand_over(self, leaving: tuple[int, ...]) -> None:
+        """Give what these ranks of `group` have to its others; `regroup` follows there. Collective."""
+        raise RuntimeError(f"rank {self.group.rank} cannot go on with other ranks")
+
 
 def follow(channel: RankChannel, member: Member, *, check: Callable[[], None] = lambda: None) -> None:
-    """Carry out the front end's orders until it closes.
+    """Carry out the front end's orders until it closes, or has this rank leave.
 
     A member that regroups reports lost ranks, and waits for the next membership.
 
@@ -59,6 +63,10 @@ def follow(channel: RankChannel, member: Member, *, check: Callable[[], None] = 
                 return
             if isinstance(order[1], Membership):
                 epoch, number, waits = order[0], 0, True
+                if order[1].leaving and member.rows is not None:
+                    member.hand_over(order[1].leaving)
+                if member.group.seat in order[1].leaving:
+                    return
                 joined = member.regroup(epoch, order[1].seats)
                 channel.answer(epoch, joined)
                 waits = False

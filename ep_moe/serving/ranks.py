@@ -8,14 +8,14 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn, Protocol
 
 from ep_moe.engines.transformers.decoding.passes import RowsMade, RowsPlan
 from ep_moe.group import StorePlace
 from ep_moe.group.waiting import SLICE_SECS
-from ep_moe.launch import KEEP, Ended
+from ep_moe.launch import KEEP, LEFT, Ended, Start, Stop
 from ep_moe.placement import Placement
 from ep_moe.serving.channel import Answer, FrontChannel, Joined, Lost, Membership, Ready
 from ep_moe.serving.rank import Rows
@@ -23,11 +23,16 @@ from ep_moe.serving.scheduler import Limits
 
 END_SECS = 5.0  # for the process of a lost rank to end by itself, with its error
 
+_SCALE = "scale"  # a message: `StoreRanks.wanted` has changed
 _log = logging.getLogger(__name__)
 
 
 class ServerEndedError(RuntimeError):
     """The server has ended, by an error that the message names or because it was closed."""
+
+
+class CannotScaleError(RuntimeError):
+    """Ranks cannot come or go as asked, now or at all; the message says why."""
 
 
 class RanksChangedError(RuntimeError):
@@ -42,13 +47,14 @@ class Regrouped:
         seats: that take part from now on, ascending.
         answers: of the ranks that were there before: their results of the oldest plans that were sent and not received;
             the other plans have had no effect. forgotten: of the same ranks, rows whose keys and values are lost.
-        placements: which of them has which expert, by MoE layer.
+        placements: which of them has which expert, by MoE layer. left: those of before that have left on purpose.
     """
 
     seats: tuple[int, ...]
     answers: Mapping[int, Sequence[RowsMade]]
     forgotten: Mapping[int, frozenset[int]]
     placements: tuple[Placement, ...]
+    left: tuple[int, ...] = ()
 
 
 class Ranks(Protocol):
@@ -56,20 +62,34 @@ class Ranks(Protocol):
 
     Attributes:
         most_sent: plans that a leader sends before it receives the results of the first.
-        seats: the ranks that take part, as the launch numbers them, ascending. lost: why others do not, by seat.
+        seats: the ranks that take part, as the launch numbers them, ascending. wanted: those that are to.
+        lost: why others of them do not, by seat.
     """
 
     most_sent: int
     seats: tuple[int, ...]
+    wanted: frozenset[int]
     lost: dict[int, str]
 
     @property
-    def can_grow(self) -> bool:
-        """Whether another rank is ready to take part: call `regroup` once all results are received."""
+    def ending(self) -> Collection[int]:
+        """Ranks that have left, or are not wanted any more, and whose processes have not ended. Any thread."""
+        ...
+
+    @property
+    def changes(self) -> bool:
+        """Whether a rank is ready to take part, or one is to leave: call `regroup` once all results are received."""
+        ...
+
+    def scale(self, wanted: frozenset[int]) -> None:
+        """Have these ranks of the launch take part, one at least, and no others. Any thread.
+
+        Errors: CannotScaleError.
+        """
         ...
 
     def regroup(self) -> Regrouped:
-        """Go on without the ranks that are lost, and with those that have become ready."""
+        """Go on without the ranks that are lost or to leave, and with those that have become ready."""
         ...
 
     def send(self, plan: RowsPlan) -> None:
@@ -93,10 +113,11 @@ class OneRank:
     """A rank in the leader's own thread."""
 
     most_sent = 1  # `receive` carries out the plan, and makes its tokens no sooner for another
-    can_grow = False
+    changes = False
+    ending = ()
 
     def __init__(self, rows: Rows) -> None:
-        self._rows, self.seats = rows, (0,)
+        self._rows, self.seats, self.wanted = rows, (0,), frozenset((0,))
         self.lost: dict[int, str] = {}
         self._sent: collections.deque[RowsPlan] = collections.deque()
 
@@ -111,6 +132,10 @@ class OneRank:
     def regroup(self) -> Regrouped:
         """See `Ranks`. Errors: RuntimeError."""
         raise RuntimeError("there is one rank, which cannot go on with others")
+
+    def scale(self, wanted: frozenset[int]) -> None:
+        """See `Ranks`."""
+        raise CannotScaleError("there is one rank, which cannot go on with others")
 
     def check(self) -> None:
         """See `Ranks`."""
@@ -131,8 +156,8 @@ class StoreRanks:
             each rank that has ended, or the text of the error that has ended all.
         timeout_secs: the most between the answers of two ranks to an order.
     Attributes:
-        seats: the ranks that take part, as the launch numbers them. lost: why others do not, by seat.
-    Errors of all calls: ServerEndedError; RanksChangedError if a rank is lost. Used by one thread.
+        seats, wanted, lost: as of `Ranks`.
+    Errors of all calls: ServerEndedError; RanksChangedError if a rank is lost. Used by one thread, but for `scale`.
     """
 
     most_sent = 2  # ranks begin the next one while clients get the tokens of the last
@@ -143,7 +168,10 @@ class StoreRanks:
         self._starter, self._timeout_secs, self._keeps = starter, timeout_secs, keeps
         self._found: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._channel = FrontChannel(place, self._found)
-        self.seats, self._epoch = tuple(range(num_ranks)), 0
+        self.seats, self._epoch, self._num_ranks = tuple(range(num_ranks)), 0, num_ranks
+        self.wanted = frozenset(self.seats)
+        self._off: dict[int, bool] = {}  # seats that are not to have a process, and whether it has ended
+        self._going: dict[int, int] = {}  # members that leave by the regroup under way and have not ended yet
         self.lost: dict[int, str] = {}
         self._ready: dict[int, int] = {}  # process of each rank that could take part
         self._members: dict[int, int] = {}  # of each rank that does
@@ -176,9 +204,58 @@ class StoreRanks:
         return found[0]
 
     @property
-    def can_grow(self) -> bool:
+    def changes(self) -> bool:
         """See `Ranks`."""
-        return not self._ready.keys() <= self._members.keys()
+        return not self._ready.keys() <= self._members.keys() or bool(self._leaving())
+
+    @property
+    def ending(self) -> Collection[int]:
+        """See `Ranks`."""
+        return [seat for seat, ended in dict(self._off).items() if not ended]
+
+    def scale(self, wanted: frozenset[int]) -> None:
+        """See `Ranks`."""
+        if not self._keeps:
+            raise CannotScaleError("ranks can come and go if `ep-moe serve` starts them, not under torchrun or Ray")
+        self.wanted = wanted
+        self._found.put(_SCALE)
+
+    def _leaving(self) -> dict[int, int]:
+        """Processes of the members that are to leave now: while one is lost, or if no other stays, none."""
+        leaving = {seat: process for seat, process in self._members.items() if seat not in self.wanted}
+        whole = self._members.items() <= self._ready.items()
+        return leaving if whole and len(leaving) < len(self._members) else {}
+
+    def _arrange(self, again: bool = False) -> None:
+        """Have processes of seats started and stopped as is wanted; with `again` also those that had given up."""
+        for seat in range(self._num_ranks):
+            if seat not in self.wanted:
+                if seat not in self._members and seat not in self._off:
+                    self._stop(seat)
+            elif self._off.get(seat, again and seat in self.lost):
+                self._off.pop(seat, None)
+                self._tell_launcher(Start(seat=seat))
+
+    def _stop(self, seat: int) -> None:
+        """Have the process of a seat end that is no member."""
+        self._off[seat] = False
+        self._ready.pop(seat, None)
+        self.lost.pop(seat, None)
+        self._tell_launcher(Stop(seat=seat, secs=END_SECS))
+
+    def _tell_launcher(self, order: Start | Stop) -> None:
+        with contextlib.suppress(OSError):  # it has ended all, and why is received next
+            self._starter.send(order)
+
+    def _note_left(self, ended: Ended) -> None:
+        """A rank has ended in order, or behind a `Stop`."""
+        if self._ready.get(ended.seat) == ended.process:
+            del self._ready[ended.seat]
+        self._going.pop(ended.seat, None)
+        if ended.seat in self._off:
+            self._off[ended.seat] = True
+            _log.warning("rank %d has left", ended.seat)
+            self._arrange()
 
     def send(self, plan: RowsPlan) -> None:
         """See `Ranks`."""
@@ -221,36 +298,43 @@ class StoreRanks:
 
     def regroup(self) -> Regrouped:
         """See `Ranks`."""
-        before = self._members
+        before, self._going = self._members, self._leaving()
+        leaving = tuple(self._going)
         while True:
             while not self._ready:  # all are lost: one may be started again, or an error comes
                 self._take(self._next(None))
             self._epoch += 1
-            members, self._joined = dict(sorted(self._ready.items())), {}
-            self._order(members, Membership(seats=tuple(members)))
+            members = {seat: process for seat, process in sorted(self._ready.items()) if seat not in leaving}
+            self._joined = {}
+            self._order(members | self._going, Membership(seats=tuple(members), leaving=leaving))
             try:
                 deadline = math.inf
                 while len(self._joined) < len(members):
-                    self._check_members(members)
+                    self._check_members(members | self._going)
                     self._take(self._next(SLICE_SECS))
                     joined = {seat: self._joined.get(seat) for seat in members}
                     deadline = self._lose_late(joined, deadline, "it has not joined the others")
                 self._check_members(members)
                 break
-            except RanksChangedError:
-                continue
+            except RanksChangedError:  # those that were to leave go on with the others first, as far as they are there
+                self._going, leaving = {}, ()
         stay = [seat for seat, process in members.items() if before.get(seat) == process]
         found = Regrouped(
             seats=tuple(members),
             answers={seat: list(self._results[seat]) for seat in stay},
             forgotten={seat: frozenset(self._forgotten[seat]) for seat in stay},
             placements=next(iter(self._joined.values())).placements,
+            left=leaving,
         )
         self._members, self.seats = members, found.seats
         self._results = {seat: collections.deque() for seat in members}
         self._forgotten.clear()
         self.lost = {seat: why for seat, why in self.lost.items() if seat not in members}
-        _log.warning("ranks %s go on%s", ", ".join(map(str, members)), " as before" if not self.lost else "")
+        for seat in leaving:
+            self._stop(seat)
+        self._arrange()
+        whole = len(members) == self._num_ranks
+        _log.warning("ranks %s go on%s", ", ".join(map(str, members)), " as before" if whole else "")
         return found
 
     def close(self) -> None:
@@ -272,7 +356,15 @@ class StoreRanks:
 
     def _take(self, found: Any) -> None:
         """Take a message."""
+        if found == _SCALE:
+            self._arrange(again=True)
+            return
         if isinstance(found, Ended):
+            if found.how == LEFT:
+                self._note_left(found)
+                return
+            if found.seat in self._off:
+                return
             if self._ready.get(found.seat) == found.process:
                 self._lose(found.seat, f"rank {found.seat} {found.how}")
             then = "it is not started again" if found.again is None else f"it is started again in {found.again:g} s"
@@ -282,6 +374,8 @@ class StoreRanks:
         if not isinstance(found, Answer):
             return
         seat, content = found.seat, found.content
+        if seat in self._off:
+            return
         if isinstance(content, Ready):
             self._ready[seat] = found.process
         elif self._ready.get(seat) != found.process:

@@ -46,6 +46,19 @@ class Server:
         """Sequences that have a row now."""
         return self.client.get("/../health", cast_to=dict[str, Any])["running"]
 
+    def ranks(self, **asked: Any) -> dict[str, Any]:
+        """The state of the ranks; how many or which are to serve, if `asked` has it."""
+        client, place = self.client.with_options(api_key="boss"), "/../admin/ranks"
+        wanted: Any = dict[str, Any]
+        return client.post(place, body=asked, cast_to=wanted) if asked else client.get(place, cast_to=wanted)
+
+    def wait_for_ranks(self, *states: str) -> None:
+        """Wait until the ranks have these states."""
+        deadline = time.monotonic() + 60
+        while [rank["state"] for rank in self.ranks()["ranks"]] != [*states]:
+            assert time.monotonic() < deadline, self.ranks()
+            time.sleep(0.05)
+
     def ended(self) -> tuple[int, str, list[int]]:
         """Wait for the end; exit code, last line, and processes left after some seconds."""
         code = self.process.wait(timeout=60)
@@ -87,7 +100,7 @@ def started(folder: Path, *options: str, program: Path | None = None) -> Iterato
         [*command, "--timeout-secs", "20", *options],
         stderr=subprocess.PIPE,
         cwd=folder,
-        env=environ() | {"EP_MOE_TEST_MARK": mark},
+        env=environ() | {"EP_MOE_TEST_MARK": mark, "EP_MOE_ADMIN_KEY": "boss"},
     )
     errors: list[str] = []
     ready = threading.Event()
@@ -442,6 +455,38 @@ def test_rank_0_dies_and_streams_go_on(server: Server) -> None:
     while client.get("/../health", cast_to=dict[str, Any])["status"] == "degraded":
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def test_ranks_leave_and_come_while_streams_run(server: Server) -> None:
+    """Rank 0 leaves, then it takes the place of rank 1: the text stays, nothing is lost or read from the checkpoint."""
+    client, before = server.client, len(server.errors)
+    ask: dict[str, Any] = {"model": "ep-moe", "prompt": list(PROMPTS), "max_tokens": 400, "temperature": 0}
+    whole = [choice.text for choice in client.completions.create(**ask).choices]
+    assert server.ranks()["done"]
+    texts, asked = ["", ""], list[Any]()
+    for number, chunk in enumerate(client.completions.create(**ask, stream=True)):
+        if number == 10:
+            asked.append(server.ranks(ranks=[1]))
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == whole
+    assert not asked[0]["done"]
+    server.wait_for_ranks("left", "serving")
+    found = client.get("/../health", cast_to=dict[str, Any])
+    assert (found["status"], len(ranks_of(server.process.pid, server.mark))) == ("ok", 2)
+    with pytest.raises(openai.BadRequestError, match=r"num_ranks \(3\) must be in \[1, 2\]"):
+        server.ranks(num_ranks=3)
+    assert [choice.text for choice in client.completions.create(**ask).choices] == whole
+    server.ranks(num_ranks=2)
+    server.wait_for_ranks("serving", "serving")
+    server.ranks(ranks=[0])
+    server.wait_for_ranks("serving", "left")
+    assert [choice.text for choice in client.completions.create(**ask).choices] == whole
+    lines = server.errors[before:]
+    assert not any("killed" in line or "Error" in line for line in lines), lines
+    assert not [line for line in lines if re.search(r" [1-9]\d* from the checkpoint", line)], lines
+    server.ranks(ranks=[0, 1])
+    server.wait_for_ranks("serving", "serving")
 
 
 def test_a_port_in_use_and_missing_packages_are_told_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:

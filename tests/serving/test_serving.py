@@ -7,6 +7,7 @@ import dataclasses
 import http.client
 import importlib.metadata
 import json
+import multiprocessing
 import random
 import re
 import select
@@ -43,16 +44,17 @@ from ep_moe.engines.transformers.decoding import RowDecoder
 from ep_moe.engines.transformers.decoding.passes import Logprob, RowsMade, RowsPlan, RowStart, Sampling, pass_shape
 from ep_moe.engines.transformers.decoding.sequences import BROKEN
 from ep_moe.group import EPGroup
-from ep_moe.launch import launch
+from ep_moe.launch import KEEP, LEFT, Ended, Start, Stop, launch
 from ep_moe.placement import Placement
+from ep_moe.serving import channel as wire
 from ep_moe.serving.access import AccessLog
 from ep_moe.serving.connections import LimitedConnection
 from ep_moe.serving.core import Leader, waits_by_source
 from ep_moe.serving.http import create_app, run_beside
 from ep_moe.serving.job import Service
 from ep_moe.serving.metrics import Metrics
-from ep_moe.serving.protocol import NEUTRAL, UNUSED, ChatRequest, CompletionRequest, usage
-from ep_moe.serving.ranks import OneRank, Regrouped, ServerEndedError
+from ep_moe.serving.protocol import NEUTRAL, UNUSED, ChatRequest, CompletionRequest, ScaleRequest, usage
+from ep_moe.serving.ranks import OneRank, RanksChangedError, Regrouped, ServerEndedError, StoreRanks
 from ep_moe.serving.scheduler import BadRequestError, Generation, Progress, QueueFullError, Scheduler
 from ep_moe.serving.text import TextStream
 
@@ -895,6 +897,52 @@ def test_keys_origins_and_ids(tokenizer: Any) -> None:
         assert "access-control-allow-origin" not in client.get("/health", headers={"origin": "http://page"}).headers
 
 
+def test_ranks_are_scaled_by_administrators_alone(tokenizer: Any) -> None:
+    admin = {"authorization": "Bearer b\u00f6ss".encode()}
+    with served(tokenizer) as (client, _):
+        for method in ("GET", "POST"):
+            off = client.request(method, "/admin/ranks", headers=admin, json={"num_ranks": 1})
+            assert off.status_code == 404
+            assert "/admin is off: start the server with --admin-keys" in off.json()["error"]["message"]
+    with served(tokenizer, more={"keys": ("one",), "admin_keys": ("b\u00f6ss",)}) as (client, leader):
+        for key, status in (("", 401), ("Bearer other", 401), ("Basic b\u00f6ss", 401), ("Bearer one", 403)):
+            for method in ("GET", "POST"):
+                refused = client.request(
+                    method, "/admin/ranks", headers={"authorization": key.encode()}, json={"num_ranks": 1}
+                )
+                assert (refused.status_code, "error" in refused.json()) == (status, True)
+        shown = {"rank": 0, "state": "serving", "sequences": 0}
+        assert client.get("/admin/ranks", headers=admin).json() == {
+            "num_ranks": 1,
+            "most_ranks": 1,
+            "done": True,
+            "ranks": [shown],
+        }
+        for body, status, text in (
+            ({"num_ranks": 0}, 400, "num_ranks (0) must be in [1, 1], the ranks of the launch"),
+            ({"num_ranks": 2}, 400, "num_ranks (2) must be in [1, 1]"),
+            ({"ranks": [0, 3]}, 404, "rank 3 is none of this launch, which has 0 to 0"),
+            ({"ranks": []}, 400, "ranks ([]) must be one rank or more"),
+            ({"ranks": [0], "num_ranks": 1}, 400, "one of num_ranks and ranks"),
+            ({}, 400, "one of num_ranks and ranks"),
+            ({"num_ranks": 1, "secs": 3}, 400, "secs (3)"),
+            ({"num_ranks": 1}, 409, "there is one rank"),
+        ):
+            refused = client.post("/admin/ranks", headers=admin, json=body)
+            assert refused.status_code == status, refused.json()
+            assert text in refused.json()["error"]["message"]
+        leader._regroups = True
+        refused = client.post("/admin/ranks", headers=admin, json={"num_ranks": 1})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "cannot_scale")
+        assert "regroup just now" in refused.json()["error"]["message"]
+
+
+def test_ranks_that_serve_stay_first() -> None:
+    states = [(state, "") for state in ("lost", "serving", "left", "loading", "serving")]
+    chosen = [ScaleRequest(num_ranks=number).chosen(states) for number in (1, 2, 3, 4, 5)]
+    assert chosen == [(1,), (1, 4), (1, 3, 4), (1, 2, 3, 4), (0, 1, 2, 3, 4)]
+
+
 @pytest.mark.parametrize("secs", [20.0, 0.2])
 def test_a_server_that_drains_finishes_what_it_has(tokenizer: Any, secs: float) -> None:
     gate, found = threading.Event(), []
@@ -1134,8 +1182,80 @@ def test_experts_that_move_take_their_tokens_along(tokenizer: Any) -> None:
         assert f"ep_moe_{line}\n" in found
 
 
+def test_ranks_are_started_and_stopped_as_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One leaves and comes back before it has ended; one dies while it hands over; one that is lost is taken out."""
+    channel = mock.Mock()
+    monkeypatch.setattr("ep_moe.serving.ranks.FrontChannel", lambda *args: channel)
+    launcher, connection = multiprocessing.Pipe()
+    ranks = StoreRanks(mock.Mock(), 3, True, starter=connection, timeout_secs=5)
+
+    def answer(seat: int, content: Any, epoch: int = 0, process: int = 0) -> None:
+        ranks._found.put(wire.Answer(seat=seat, process=process or seat + 10, epoch=epoch, content=content))
+
+    def join(epoch: int, *seats: int, process: int = 0) -> None:
+        for seat in seats:
+            answer(seat, wire.Joined(forgotten=(), placements=()), epoch, process)
+
+    def told() -> list[Any]:
+        return [launcher.recv() for _ in iter(launcher.poll, False)]
+
+    def memberships() -> list[wire.Membership]:
+        found = [call.args[2] for call in channel.send.call_args_list]
+        channel.send.reset_mock()
+        return found
+
+    def ended(seat: int, how: str, process: int = 0) -> None:
+        ranks._found.put(Ended(seat=seat, process=process or seat + 10, how=how, again=None))
+
+    for seat in range(3):
+        answer(seat, wire.Ready(limits=LIMITS))
+    assert ranks.wait_until_ready() == LIMITS
+    assert told() == [KEEP]
+    ranks.scale(frozenset((0, 1)))
+    ranks.check()
+    assert ranks.changes
+    join(1, 0, 1)
+    assert (ranks.regroup().left, ranks.seats, ranks.lost) == ((2,), (0, 1), {})
+    assert memberships() == [wire.Membership(seats=(0, 1), leaving=(2,))]
+    assert (told(), ranks.ending) == ([Stop(seat=2, secs=5.0)], [2])
+    ranks.scale(frozenset((0, 1, 2)))
+    ranks.check()
+    assert told() == []
+    ended(2, LEFT)
+    ranks.check()
+    assert (told(), ranks.changes, ranks.ending) == ([Start(seat=2)], False, [])
+    answer(2, wire.Ready(), process=22)
+    ranks.check()
+    join(2, 0, 1)
+    join(2, 2, process=22)
+    assert (ranks.regroup().left, ranks.seats) == ((), (0, 1, 2))
+    memberships()
+    ranks.scale(frozenset((0, 2)))
+    ranks.check()
+    ended(1, "was killed by SIGKILL")
+    join(4, 0)
+    join(4, 2, process=22)
+    done = ranks.regroup()
+    assert (done.left, done.seats, sorted(done.answers)) == ((), (0, 2), [0, 2])
+    assert memberships() == [wire.Membership(seats=(0, 2), leaving=(1,)), wire.Membership(seats=(0, 2))]
+    assert (told()[-1], ranks.lost) == (Stop(seat=1, secs=5.0), {})
+    ended(0, "was killed by SIGKILL")
+    with pytest.raises(RanksChangedError):
+        ranks.check()
+    join(5, 2, process=22)
+    ranks.regroup()
+    assert ranks.lost == {0: "rank 0 was killed by SIGKILL"}
+    told()
+    ranks.scale(frozenset((0, 2)))  # again: its restarts are used up
+    ranks.check()
+    assert told() == [Start(seat=0)]
+    ranks.scale(frozenset((2,)))
+    ranks.check()
+    assert (told(), ranks.lost, ranks.changes) == ([Stop(seat=0, secs=5.0)], {}, False)
+
+
 def test_owners_of_experts_are_ranks_of_the_launch() -> None:
-    """Also when the ranks that are left number themselves anew."""
+    """Also when the ranks that are left number themselves anew, which alone are balanced then."""
     ranks = mock.Mock(seats=(0, 1, 2), lost={})
     leader = Leader(ranks, LIMITS)
     assert leader.owners == [[[0], [0], [0]]] * 2
@@ -1146,6 +1266,8 @@ def test_owners_of_experts_are_ranks_of_the_launch() -> None:
     ranks.seats = (0, 2)
     leader._regroup()
     assert leader.owners == [[[0], [2], [0, 2]]]
+    leader.rank_load = [[4.0, 9.0, 4.0]]
+    assert leader.recent_rank_load == [[4.0, 4.0]]
 
 
 def test_the_live_page_shows_the_metrics(tokenizer: Any, tmp_path: Path) -> None:
