@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from ep_moe.balance import RebalanceStatus
+from ep_moe.balance.carrier import copy_all
 from ep_moe.config import Layout
 from ep_moe.engines.transformers.experts import ExpertsModule, activation_of, are_views, state_of, weights_of
 from ep_moe.engines.transformers.regrouping import (
@@ -154,6 +155,7 @@ class Session:
         self.group = group
         self.layers = layers
         self.idle = False
+        self._kept_load: list[torch.Tensor] = []
         self.experts = recipe.experts
         self._transport, self._recipe, self._held = transport, recipe, tuple(held)
         self._losses: list[str] = []  # since the layers were made
@@ -202,6 +204,16 @@ class Session:
         """Set the counts to zero. Local, no host sync."""
         for table in self._tables:
             table.lanes.zero_()
+
+    def keep_expert_load(self) -> None:
+        """Keep the counts for `restore_expert_load`, also of another group. Local, no host sync."""
+        counts = [table.lanes for table in self._tables]
+        self._kept_load += map(torch.empty_like, counts[len(self._kept_load) :])
+        copy_all(zip(self._kept_load, counts, strict=True))
+
+    def restore_expert_load(self) -> None:
+        """Set the counts to those of the last `keep_expert_load`. Local, no host sync."""
+        copy_all(zip((table.lanes for table in self._tables), self._kept_load, strict=True))
 
     @contextlib.contextmanager
     def sitting_out(self, idle: bool = True) -> Iterator[None]:

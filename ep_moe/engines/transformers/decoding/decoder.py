@@ -337,6 +337,11 @@ class Decoder:
 
         return self._session.decoding(compute)
 
+    def undo(self) -> None:
+        """Go back to the sequences' state at the last `keep`. Local, no host sync."""
+        self.sequences.undo()
+        self._cache.clear_behind(self.sequences.positions)
+
     def load_prefixes(self, starts: Sequence[RowStart]) -> None:
         """Copy the blocks of the prefix cache that prompts begin with into their rows. Local, no host sync."""
         starts = [start for start in starts if start.prefix]

@@ -131,6 +131,13 @@ class FixedCache(Cache):
         if tensors := [tensor[span] for tensor in self._tensors() for span in spans]:
             torch._foreach_zero_(tensors)
 
+    def clear_behind(self, positions: torch.Tensor) -> None:
+        """Zero what rows have stored from these positions on, [B] int64: a pass that a failed rank took part in may
+        have stored NaN, which a mask does not hide. Rings that are full keep all. Local, no host sync."""
+        for tensor in self._tensors():
+            behind = torch.arange(tensor.shape[2], device=positions.device) >= positions[:, None]
+            tensor[: positions.shape[0]].masked_fill_(behind[:, None, :, None], 0)
+
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int], device: torch.device) -> None:
         """Copy the keys and values of BLOCK positions each, in all layers, none of which has a smaller window.
 

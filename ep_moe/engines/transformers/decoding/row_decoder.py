@@ -102,7 +102,7 @@ class RowDecoder:
         vocab_size, device = model.get_input_embeddings().weight.shape[0], session.group.device
         most = min(session.transport.config.max_tokens_per_rank * vocab_size, MOST_PROMPT_LOGITS)
         torch.empty(most, dtype=model.dtype, device=device)  # the allocator keeps it for the logits of prompts
-        shapes = (pass_shape(1, 1, False),) * everywhere
+        shapes = (pass_shape(1, num_positions, False),) * everywhere  # as of the others' `regroup`
         self.run(RowsPlan(ended=none, starts=none, passes=1, shapes=shapes))
         session.reset_expert_load()  # of these passes
 
@@ -166,7 +166,8 @@ class RowDecoder:
         self._captured.clear()
         decoder.make_transport(self._model, self._num_rows)
         self._prefill(())  # the first plans of a new rank: the others have no tokens in them
-        shape, live = pass_shape(1, 1, False), decoder.sequences.live.clone()
+        # of all positions: the pass stores something at the next position of the first row, which may be any
+        shape, live = pass_shape(1, self._num_positions, False), decoder.sequences.live.clone()
         if decoder.graphs:
             decoder.capture_passes(self._model, (shape,))
             self._captured = {(rank, shape) for rank in range(session.group.num_ranks)}
@@ -185,7 +186,8 @@ class RowDecoder:
             return ()
         self._prompts, self._wanted, self._held = before.prompts, before.wanted, before.held
         plan, rank, sequences = before.plan, before.rank, self._decoder.sequences
-        sequences.undo()
+        self._decoder.undo()
+        self._session.restore_expert_load()
         forgotten, window = list[int](), self._window
         if window is not None and any(plan.chunks):
             for row, size in plan.chunks[rank]:
@@ -217,6 +219,7 @@ class RowDecoder:
         session = self._session
         self._before = _Before(plan, session.group.rank, dict(self._prompts), dict(self._wanted), dict(self._held))
         self._decoder.sequences.keep()
+        session.keep_expert_load()
         made = self._run(plan)
         self._before = None
         if not plan.load:
