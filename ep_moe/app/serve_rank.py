@@ -4,10 +4,12 @@ The front end is no rank: it makes plans and sends them to all ranks alike, over
 """
 
 import contextlib
+import itertools
 import logging
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -99,14 +101,25 @@ class _Member(Member):
 
     def regroup(self, epoch: int, seats: tuple[int, ...]) -> Joined:
         """See `Member`."""
+        times = [time.perf_counter()]
         self.group = self.group.latest.regroup(epoch, seats)
+        times.append(time.perf_counter())
         self.session.regroup(self.group)
+        times.append(time.perf_counter())
         forgotten: tuple[int, ...] = ()
         if self.rows is None:
             self.make_rows()
         else:
             forgotten = self.rows.regroup()
         start_rebalancing(self.session, self._rebalance)
+        times.append(time.perf_counter())
+        if self.group.rank == 0:
+            names = "group", "experts", "rows"
+            secs = ", ".join(
+                f"{name} {end - start:.3f} s"
+                for name, (start, end) in zip(names, itertools.pairwise(times), strict=True)
+            )
+            _log.info("epoch %d begins after %.3f s: %s", epoch, times[-1] - times[0], secs)
         return Joined(forgotten=forgotten, placements=self.session.placements)
 
 
@@ -119,7 +132,7 @@ def _serve(
     regroups: bool,
 ) -> None:
     member = _Member(group, engine, config, rebalance, regroups)
-    channel, limits = RankChannel(StorePlace.from_env(), group.seat), None
+    channel, limits = RankChannel(StorePlace.from_env(), group.seat, group.config.heartbeat_secs), None
     if not group.standby:
         with progress_bar(group), group.guard("warm up"):
             no_grammars = next(filter(None, group.all_gather_object(member.no_grammars)), "")

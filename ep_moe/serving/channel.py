@@ -7,10 +7,12 @@ A seat is a rank as the launch numbers it. Each process has a queue of its own: 
 nothing that was meant for that one.
 """
 
+import contextlib
 import dataclasses
 import os
 import queue
 import threading
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -63,6 +65,11 @@ class Lost:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Alive:
+    """An answer, now and then: the process has not been stopped, whatever it does."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
     """What a rank tells the front end. process: its id. epoch: of the membership that it belongs to."""
 
@@ -72,7 +79,7 @@ class Answer:
     content: Any
 
 
-_KNOWN = (*MESSAGES, Answer, Ready, Membership, Joined, Lost, Limits, Placement, ModelSizes)
+_KNOWN = (*MESSAGES, Answer, Ready, Alive, Membership, Joined, Lost, Limits, Placement, ModelSizes)
 
 
 def start_inbox(store: Any, key: str, found: "queue.SimpleQueue[Any]") -> None:
@@ -96,16 +103,26 @@ def start_inbox(store: Any, key: str, found: "queue.SimpleQueue[Any]") -> None:
 class RankChannel:
     """A rank's end. Used by one thread.
 
+    Args:
+        alive_secs: how often another thread says that the process runs.
     Attributes:
         is_gone: whether `receive` has raised an error of the store or its bytes: no order follows.
     """
 
-    def __init__(self, place: StorePlace, seat: int) -> None:
+    def __init__(self, place: StorePlace, seat: int, alive_secs: float) -> None:
         self.is_gone = False
         self._seat, self._process = seat, os.getpid()
         self._found: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._outbox = place.connect(_NAME)
         start_inbox(place.connect(_NAME), _orders(seat, self._process), self._found)
+        alive = place.connect(_NAME), alive_secs
+        threading.Thread(target=self._keep_saying, args=alive, name="ep_moe-alive", daemon=True).start()
+
+    def _keep_saying(self, outbox: Any, secs: float) -> None:
+        with contextlib.suppress(RuntimeError):  # the launcher has gone
+            while True:
+                time.sleep(secs)
+                outbox.queue_push(_ANSWERS, self._message(0, Alive()))
 
     def receive(self, secs: float) -> tuple[int, Any] | None:
         """The next order and its epoch; None if the front end has closed; queue.Empty after so many seconds.
@@ -121,8 +138,10 @@ class RankChannel:
 
     def answer(self, epoch: int, content: Any) -> None:
         """Tell the front end."""
-        answer = Answer(seat=self._seat, process=self._process, epoch=epoch, content=content)
-        self._outbox.queue_push(_ANSWERS, encode(answer))
+        self._outbox.queue_push(_ANSWERS, self._message(epoch, content))
+
+    def _message(self, epoch: int, content: Any) -> bytes:
+        return encode(Answer(seat=self._seat, process=self._process, epoch=epoch, content=content))
 
 
 class FrontChannel:

@@ -22,6 +22,7 @@ from ep_moe.serving.rank import Rows
 from ep_moe.serving.scheduler import Limits
 
 END_SECS = 5.0  # for the process of a lost rank to end by itself, with its error
+REGROUP_SECS = 600.0  # for the first rank to join others: it may have read all experts, and compiled
 
 _SCALE = "scale"  # a message: `StoreRanks.wanted` has changed
 _log = logging.getLogger(__name__)
@@ -175,6 +176,7 @@ class StoreRanks:
         self.lost: dict[int, str] = {}
         self._ready: dict[int, int] = {}  # process of each rank that could take part
         self._members: dict[int, int] = {}  # of each rank that does
+        self._silent: dict[int, float] = {}  # seconds of waiting here since the last answer of each of these processes
         self._joined: dict[int, Joined] = {}  # answers to the last membership
         self._forgotten: dict[int, set[int]] = collections.defaultdict(set)
         self._results: dict[int, collections.deque[RowsMade]] = {}  # not yet received
@@ -292,7 +294,16 @@ class StoreRanks:
             self._take(found)
         self._check_members(self._members)
 
+    def _lose_silent(self) -> None:
+        """Lose the ranks whose processes have been stopped; of several ranks the others notice it too."""
+        limit = self._timeout_secs
+        for seat, process in [*self._ready.items()]:
+            if (silent := self._silent.get(process, 0.0)) > limit:
+                why = f"stopped answering: no sign of life for {silent:.1f} s (timeout {limit:g} s)"
+                self._lose(seat, f"rank {seat} {why}", True)
+
     def _check_members(self, members: Mapping[int, int]) -> None:
+        self._lose_silent()
         if any(self._ready.get(seat) != process for seat, process in members.items()):
             raise RanksChangedError("a rank is lost")
 
@@ -308,12 +319,15 @@ class StoreRanks:
             self._joined = {}
             self._order(members | self._going, Membership(seats=tuple(members), leaving=leaving))
             try:
-                deadline = math.inf
+                deadline, latest = math.inf, time.monotonic() + REGROUP_SECS
                 while len(self._joined) < len(members):
                     self._check_members(members | self._going)
                     self._take(self._next(SLICE_SECS))
                     joined = {seat: self._joined.get(seat) for seat in members}
                     deadline = self._lose_late(joined, deadline, "it has not joined the others")
+                    if time.monotonic() > latest and not self._joined:
+                        for seat in members:
+                            self._lose(seat, f"rank {seat} has not gone on within {REGROUP_SECS:g} s", True)
                 self._check_members(members)
                 break
             except RanksChangedError:  # those that were to leave go on with the others first, as far as they are there
@@ -344,10 +358,13 @@ class StoreRanks:
 
     def _next(self, secs: float | None) -> Any:
         """The next message; None if there is none for so many seconds."""
-        try:
+        start, found = time.monotonic(), None
+        with contextlib.suppress(queue.Empty):
             found = self._found.get(timeout=secs) if secs != 0 else self._found.get_nowait()
-        except queue.Empty:
-            return None
+        waited = min(time.monotonic() - start, 2 * SLICE_SECS)  # no more if this process was stopped itself
+        self._silent = {process: self._silent.get(process, 0.0) + waited for process in self._ready.values()}
+        if isinstance(found, Answer):
+            self._silent[found.process] = 0.0
         if isinstance(found, ServerEndedError):
             raise found
         if isinstance(found, Exception):

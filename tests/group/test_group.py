@@ -190,7 +190,7 @@ def test_without_a_secret_what_strangers_write_is_a_named_error(tmp_path: Path) 
     """As under torchrun, which has nothing that its ranks alone know."""
     shared = store.serve_store("127.0.0.1", 0, 5.0)
     foreign: Any = dist.TCPStore("127.0.0.1", shared.port, wait_for_workers=False)
-    channel = RankChannel(StorePlace(host="127.0.0.1", port=shared.port, secret=""), 1)
+    channel = RankChannel(StorePlace(host="127.0.0.1", port=shared.port, secret=""), 1, 60.0)
     foreign.queue_push(f"serving/orders/1/{os.getpid()}", pickle.dumps(Executed(str(tmp_path / "read"))))
     with pytest.raises(ValueError, match="is nothing that a rank has sent"):
         channel.receive(10)

@@ -189,7 +189,7 @@ class FakeRows:
 def serve_fake(group: EPGroup) -> None:
     """A rank that serves with fake rows."""
     limits = limits_of(group.num_ranks)
-    channel = RankChannel(StorePlace.from_env(), group.rank)
+    channel = RankChannel(StorePlace.from_env(), group.rank, group.config.heartbeat_secs)
     channel.answer(0, Ready(limits=limits))
     follow(channel, Member(group, FakeRows(limits, group.rank)))
 
