@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -19,6 +20,8 @@ import pytest
 from faulty import FOLDER, KINDS, PHASES
 from helpers.processes import is_running, ranks_of, wait_until_gone
 from test_serve import Server, started
+
+from ep_moe.app.start import SHIPPED_MODEL
 
 SECS, SEED = float(os.environ.get("EP_MOE_CHAOS_SECS", "20")), int(os.environ.get("EP_MOE_CHAOS_SEED", "0"))
 NUM_STREAMS, NUM_RANKS = 16, 4
@@ -45,15 +48,15 @@ def ask(server: Server, number: int, pauses: list[float]) -> str:
         "stream": True,
     }
     address = server.client.base_url
-    client = http.client.HTTPConnection(address.host, address.port or 80, timeout=FOUND_SECS)
+    client = http.client.HTTPConnection(address.host, address.port or 80, timeout=SECS + FOUND_SECS)
     text, last = "", 0.0
     try:
         client.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
         for line in client.getresponse():
-            if line.startswith(b"data: {"):
+            if line.startswith((b"data: {", b"{")):  # an event, or an error before the first one
                 now = time.monotonic()
                 pauses += [now - last] if last else []
-                chunk, last = json.loads(line[6:]), now
+                chunk, last = json.loads(line.removeprefix(b"data: ")), now
                 text += "".join(choice["text"] for choice in chunk["choices"]) if "choices" in chunk else str(chunk)
     finally:
         client.close()
@@ -145,11 +148,35 @@ class Chaos:
         return wait_until_gone(sorted(self._faulty), TIMEOUT_SECS + 10)
 
 
-@pytest.mark.timeout(SECS + 5 * FOUND_SECS)
+def test_a_checkpoint_and_restarts_that_are_gone_end_the_server(tmp_path: Path) -> None:
+    """Rank 1 dies, comes back and dies again; the model's files have been removed: an error names both causes."""
+    model = shutil.copytree(SHIPPED_MODEL, tmp_path / "model")
+    with started(tmp_path, "--restarts", "1", "--model", str(model)) as server:
+        os.kill(ranks_of(server.process.pid, server.mark)[2], signal.SIGKILL)
+        while not any("go on as before" in line for line in server.errors):
+            time.sleep(0.1)
+        stream: list[str] = []
+        thread = threading.Thread(target=lambda: stream.append(ask(server, 4, [])))
+        thread.start()
+        while not server.running():
+            time.sleep(0.02)
+        shutil.rmtree(model)
+        os.kill(ranks_of(server.process.pid, server.mark)[2], signal.SIGKILL)
+        thread.join()
+        code, last, left = server.ended()
+        assert any("rank 1 was killed by SIGKILL: it is not started again" in line for line in server.errors)
+        assert any("on no rank (rank 1 " in line and "cannot be read again" in line for line in server.errors)
+        print(*server.errors, stream, sep="\n")
+        for text in (stream[0], last):
+            assert "rank 1 was killed by SIGKILL; then rank 0: " in text
+        assert (code, left) == (1, [])
+
+
+@pytest.mark.timeout(2 * SECS + 5 * FOUND_SECS)
 def test_every_stream_has_its_text_whatever_happens_to_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDER, str(tmp_path))
     options = ["--nproc", str(NUM_RANKS), "--max-rows", "4", "--timeout-secs", str(TIMEOUT_SECS), "--restarts", "1000"]
-    options += ["--rebalance", "every:8", "--rebalance-min-gain", "0", "--max-tokens-per-rank", "64"]
+    options += ["--rebalance", "every:8", "--rebalance-min-gain", "0", "--max-tokens-per-rank", "128"]
     shared = sorted(Path("/dev/shm").iterdir())
     with started(tmp_path, *options, program=Path(__file__).with_name("faulty.py")) as server:
         expected, ended, rounds = texts_of(server), threading.Event(), itertools.count()
@@ -173,6 +200,7 @@ def test_every_stream_has_its_text_whatever_happens_to_ranks(tmp_path: Path, mon
         ended.set()
         for thread in threads:
             thread.join()
+        print(*(line for line in server.errors if "serving.access" not in line), sep="\n")
         hits = (tmp_path / "hits").read_text().splitlines()
         print(f"{next(rounds)} streams, {len(hits)} faults {hits}, longest pause {max(pauses):.1f} s")
         assert not wrong
