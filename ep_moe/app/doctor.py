@@ -182,26 +182,27 @@ def _gpus() -> Iterator[Finding]:
     def line(name: str, verdict: str, found: str, mend: str = "") -> Finding:
         return Finding(part="gpus", name=name, verdict=verdict, found=found, mend=mend)
 
-    count = torch.cuda.device_count()
+    count, hip = torch.cuda.device_count(), torch.version.hip
     backends = [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()]
     mend = "" if "gloo" in backends else "install a build of torch that has gloo"
     yield line("backends", FAILED if mend else OK, ", ".join(backends), mend)
     if not count:
-        built = torch.version.cuda
+        built = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {hip}" if hip else ""
         driver = shutil.which("nvidia-smi")
         mend = "every command runs on the CPU; "
-        if built is None:
+        if not built:
             mend += "for GPUs install a CUDA build of torch"
         else:
             mend += "check nvidia-smi and CUDA_VISIBLE_DEVICES" if driver else "for GPUs install NVIDIA's driver"
-        yield line("GPUs", NOTE, f"none visible to torch, built for {f'CUDA {built}' if built else 'CPUs'}", mend)
+        yield line("GPUs", NOTE, f"none visible to torch, built for {built or 'CPUs'}", mend)
         yield from _tiles(line, "")
         return
     for index in range(count):
         properties = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         capability = (properties.major, properties.minor)
-        found = f"{properties.name} {capability[0]}.{capability[1]}, {_size(free)} of {_size(total)} free"
+        kind = properties.gcnArchName if hip else f"{capability[0]}.{capability[1]}"
+        found = f"{properties.name} {kind}, {_size(free)} of {_size(total)} free"
         mend = "" if capability >= KERNEL_CAPABILITY else "the kernels are compiled for 8.0 and later: --experts torch"
         mend = mend or ("" if free > total / 2 else "another process uses it: nvidia-smi")
         yield line(f"GPU {index}", WARNING if mend else OK, found, mend)
@@ -228,8 +229,9 @@ def _kernels(line: Callable[..., Finding], index: int) -> Finding:
     device = Device.of(torch.device("cuda", index))
     found = f"tiles for {device.shared_bytes // 1024} KiB of shared memory"
     found += f", without {', '.join(device.lacking)}" if device.lacking else ""
-    ran = device.capability == CAPABILITY
+    ran = device.capability == CAPABILITY and not device.hip
     mend = "" if ran else "compiled, never run: compare with --experts torch, then ep-moe tune"
+    mend += "; transports gathered and collective alone" if device.hip else ""
     return line(f"kernels on GPU {index}", OK if ran else NOTE, found, mend)
 
 

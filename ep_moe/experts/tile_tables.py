@@ -57,7 +57,7 @@ _CONDITIONS = {
     "weight_bits": int,
     "fp8_weights": bool,
 }
-SHARED_KIB = (227, 163, 99)  # classes of GPUs by the shared memory of a block, of which 9.0, 8.0 and 8.9 are examples
+SHARED_KIB = (227, 160, 99, 64)  # classes of GPUs by the shared memory of a block: as 9.0; 8.0 and gfx950; 8.9; gfx942
 _log = logging.getLogger(__name__)
 _WIDEST_GROUP = 128  # `group_k` of a condition is the largest power of two up to this that divides a scale's columns
 

@@ -47,7 +47,7 @@ def _codes(shape: CallShape, tiles: ExpertTiles, scales: Scales, *, second: bool
     return Codes(
         KIND=shape.format.kind,
         PACKED=stored.packed,
-        PAIRS=pairs and not triton.knobs.runtime.interpret,
+        PAIRS=pairs and not triton.knobs.runtime.interpret and not Device.of(shape.device).hip,
         ZERO=stored.zero_point,
         GROUPS=max(gemm.block_k // products // (stored.group_width or _ONE_GROUP), 1),
         SCALES=group_loads(shape, gemm, sums, stored.scale_dtype) if scaled else "single",
@@ -105,7 +105,7 @@ def _prepare(
     scales = _scales(shape, tiles, between, second=second)
     settings: tuple[Any, ...] = (sizes, *numbers)
     options = {"num_warps": gemm.num_warps, "num_stages": gemm.num_stages}
-    if shape.decodes:
+    if shape.decodes and not Device.of(shape.device).hip:
         options["maxnreg"] = _registers(gemm)
     return Kernel(
         kernel,

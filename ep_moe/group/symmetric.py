@@ -30,6 +30,8 @@ def why_unreachable(group: EPGroup, *, inside_nodes: bool = False) -> str:
 
     inside_nodes: only ranks of the same node need to.
     """
+    if group.device.type == "cuda" and torch.version.hip is not None:
+        return "the kernels that store into it have never run on AMD GPUs"
     if group.device.type == "cuda":
         mine = str(torch.cuda.get_device_properties(group.device).uuid)
         visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}

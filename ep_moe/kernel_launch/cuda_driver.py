@@ -54,6 +54,8 @@ class _Config(ctypes.Structure):
 @functools.cache
 def cuda_driver() -> Any:
     """The CUDA driver's library. Errors: RuntimeError if there is none. Local."""
+    if torch.version.hip is not None:
+        raise RuntimeError("this torch is built for AMD GPUs")
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.target_info import is_hip
 
 from ep_moe.kernels.numerics import INTERPRET
 
@@ -30,11 +31,12 @@ class Device:
     shared_bytes: int  # of a thread block, at most
     registers: int  # of a multiprocessor (SM)
     threads: int  # that an SM holds at once
+    hip: bool = False  # an AMD GPU, whose capability says nothing about instructions
 
     @classmethod
     @functools.cache
     def of(cls, device: torch.device) -> "Device":
-        """The limits that CUDA reports for a GPU; of any other device those of Triton's interpreter. Local."""
+        """The limits that CUDA or HIP reports for a GPU; of any other device those of Triton's interpreter. Local."""
         if device.type != "cuda":
             return _INTERPRETER
         found = torch.cuda.get_device_properties(device)
@@ -45,27 +47,28 @@ class Device:
             shared_bytes=triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"],
             registers=getattr(found, "regs_per_multiprocessor", _REGISTERS_OF_AN_SM),
             threads=found.max_threads_per_multi_processor,
+            hip=torch.version.hip is not None,
         )
 
     @property
     def early_launch(self) -> bool:
         """Whether kernels may start before the kernel before them has ended, and wait for it by `wait_for_launch`."""
-        return self.capability >= EARLY_LAUNCH_CAPABILITY
+        return not self.hip and self.capability >= EARLY_LAUNCH_CAPABILITY
 
     @property
     def fp8(self) -> bool:
         """Whether it has instructions for e4m3; else kernels convert it by integers, and multiply it as float16."""
-        return self.capability >= FP8_CAPABILITY
+        return not self.hip and self.capability >= FP8_CAPABILITY
 
     @property
     def compiler_options(self) -> dict[str, Any]:
         """Options of Triton for all kernels: e4m3 is a type of memory also where it has no instructions."""
-        return {} if self.fp8 else {"supported_fp8_dtypes": ("fp8e4nv",)}
+        return {} if self.fp8 or self.hip else {"supported_fp8_dtypes": ("fp8e4nv",)}
 
     @property
     def warp_groups(self) -> bool:
         """Whether tensor cores read operands from shared memory (wgmma, tcgen05), not from registers (mma.sync)."""
-        return self.capability[0] in _WARP_GROUP_MAJORS
+        return not self.hip and self.capability[0] in _WARP_GROUP_MAJORS
 
     @property
     def lacking(self) -> list[str]:
@@ -81,10 +84,17 @@ _INTERPRETER = Device(
 
 
 @triton.jit
+def _only_on_cuda():
+    """Refuse to compile: ranks wait for each other's stores by instructions that have never run on AMD GPUs."""
+    tl.static_assert(not is_hip(), "this kernel is for NVIDIA GPUs: on others ranks exchange by collectives")
+
+
+@triton.jit
 def clock():
     """Nanoseconds of the GPU's timer; 0 under the interpreter."""
     if INTERPRET:
         return tl.full([], 0, tl.int64)
+    _only_on_cuda()
     return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
 
 
@@ -92,6 +102,7 @@ def clock():
 def pause():
     """Yield the SM to other warps for a moment, between two polls."""
     if not INTERPRET:
+        _only_on_cuda()
         tl.inline_asm_elementwise("nanosleep.u32 40; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
@@ -103,6 +114,7 @@ def fence():
     """
     tl.debug_barrier()
     if not INTERPRET:
+        _only_on_cuda()
         tl.inline_asm_elementwise("fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
@@ -128,11 +140,12 @@ def let_dependents_start():
 
 @triton.jit
 def prefetch(pointers):
-    """Bring the sectors of these pointers into the L2 cache."""
-    address = pointers.to(tl.int64)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
-    )
+    """Bring the sectors of these pointers into the L2 cache, on NVIDIA's GPUs."""
+    if not is_hip():
+        address = pointers.to(tl.int64)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit

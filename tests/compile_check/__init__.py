@@ -3,9 +3,11 @@
     PYTHONPATH=tests python -m compile_check
 
 runs all cases for sm_90 and sm_100, prints a table and a line for each finding, and exits with 1 if there are any.
-`--target 89` runs them for another one, of 80, 86, 89 and 120, with its limits, and so with the tiles for it. It needs
-no GPU and a process without TRITON_INTERPRET. A case calls real launchers with tensors of real sizes, so that kernels
-are compiled with the alignments and options of real runs. The rules and their findings:
+`--target 89` runs them for another one, of 80, 86, 89 and 120, with its limits, and so with the tiles for it;
+`--target gfx942`, or gfx950, those for AMD's GPUs: all but stores into peers' memory and Gluon, by the rules case,
+spill, shared and tensor_core. It needs no GPU and a process without TRITON_INTERPRET. A case calls real launchers with
+tensors of real sizes, so that kernels are compiled with the alignments and options of real runs. The rules and their
+findings:
 
     case         a kernel that no case launches, any other jit function that no launched kernel calls, a module that
                  does not import, a launcher or a compilation that fails

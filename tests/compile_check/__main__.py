@@ -11,8 +11,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from compile_check.case import CUDA_TARGETS, HIP_TARGETS, Target
+
 TARGETS = (90, 100)  # of a call that names none
-OTHERS = (80, 86, 89, 120)
 EARLY_LAUNCH = 90  # the first target with programmatic dependent launch
 
 
@@ -24,21 +25,26 @@ def share(text: str) -> tuple[int, int]:
     return first, step
 
 
+def target(text: str) -> Target:
+    """Read a target. Errors: ValueError."""
+    return {str(each): each for each in CUDA_TARGETS + HIP_TARGETS}.get(text, text)
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="compile_check", description="Compile all Triton kernels without a GPU.")
     parser.add_argument("--package", default="ep_moe", help="whose jit functions need cases")
     parser.add_argument("--cases", default="compile_check.cases", help="module with cases() and RULES_OF_ORDER")
     parser.add_argument("--only", default="", help="run the cases with this in their name, and look for no missing one")
-    text = "compute capability, repeatable; {} and {}".format(*TARGETS)
-    parser.add_argument("--target", type=int, choices=sorted(TARGETS + OTHERS), action="append", help=text)
+    text = "compute capability, or AMD's name of an architecture; repeatable; {} and {}".format(*TARGETS)
+    parser.add_argument("--target", type=target, choices=CUDA_TARGETS + HIP_TARGETS, action="append", help=text)
     text = "I/N compiles every N-th case from the I-th on, and runs the others' launchers"
     parser.add_argument("--share", type=share, default=(0, 1), help=text)
     parser.add_argument("--report", type=Path, help="write what one target compiled to this file, and print nothing")
     return parser.parse_args(argv)
 
 
-def start(arguments: argparse.Namespace, target: int, folder: Path) -> subprocess.Popen[bytes]:
+def start(arguments: argparse.Namespace, target: Target, folder: Path) -> subprocess.Popen[bytes]:
     """Start the process of one target, with an empty cache of its own."""
     command = [sys.executable, "-m", "compile_check", "--package", arguments.package, "--cases", arguments.cases]
     command += ["--only", arguments.only, "--share", "{}/{}".format(*arguments.share)]
@@ -46,7 +52,7 @@ def start(arguments: argparse.Namespace, target: int, folder: Path) -> subproces
     return subprocess.Popen(command, env={**os.environ, "TRITON_CACHE_DIR": str(folder / f"cache{target}")})
 
 
-def check_target(arguments: argparse.Namespace, target: int) -> dict[str, Any]:
+def check_target(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
     """Compile and check all cases for one target, in this process."""
     from compile_check import checking  # imports Triton, which reads TRITON_CACHE_DIR
     from compile_check.order import AfterLaunch
@@ -56,7 +62,10 @@ def check_target(arguments: argparse.Namespace, target: int) -> dict[str, Any]:
     cases = [case for case in cases if case.targets is None or target in case.targets]
     elsewhere = [name for name, targets in getattr(module, "TARGETS_OF", {}).items() if target not in targets]
     ordered = getattr(module, "RULES_OF_ORDER", {})
-    if target < EARLY_LAUNCH:
+    if isinstance(target, str):
+        ordered = {}  # the rules are for PTX; the kernels that they are for are not compiled
+        cases = [dataclasses.replace(case, payload_width_bytes={}) for case in cases]  # of warps of 32 threads
+    elif target < EARLY_LAUNCH:
         ordered = {
             kernel: tuple(rule for rule in rules if not isinstance(rule, AfterLaunch))
             for kernel, rules in ordered.items()
@@ -85,7 +94,7 @@ def main(argv: list[str]) -> int:
         codes = {target: process.wait() for target, process in processes.items()}
         for target, code in codes.items():
             if code:
-                print(f"compile_check: the process of sm_{target} ended with {code}", file=sys.stderr)
+                print(f"compile_check: the process of {reporting.name_of(target)} ended with {code}", file=sys.stderr)
                 return 2
         results = {target: json.loads((folder / f"{target}.json").read_text()) for target in targets}
     return reporting.report(results)

@@ -20,6 +20,11 @@ Rule = Literal[
 ]
 
 
+Target = int | str  # compute capability, such as 90, or AMD's name of an architecture
+CUDA_TARGETS: tuple[Target, ...] = (80, 86, 89, 90, 100, 120)
+HIP_TARGETS: tuple[Target, ...] = ("gfx942", "gfx950")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
     """One call of launchers.
@@ -36,7 +41,7 @@ class Case:
     name: str
     launch: Callable[[], object]
     payload_width_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    targets: tuple[int, ...] | None = None
+    targets: tuple[Target, ...] | None = None
     excuses: Mapping[tuple[str, Rule], str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:

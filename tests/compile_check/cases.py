@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from compile_check.case import Case, Rule
+from compile_check.case import CUDA_TARGETS, Case, Rule, Target
 from compile_check.exchange_cases import exchange_cases
 from compile_check.exchange_order import RULES as RULES_OF_ORDER  # noqa: F401 - read by the command
 from ep_moe.config import ActivationConfig, ActivationKind, Layout, RoutingConfig, RoutingMethod
@@ -119,10 +119,13 @@ FEW_OUTSIDE = "up to 16 words of a thread, between tiles: the loop over K needs 
 SCALES_INSIDE = "gelu and swiglu on Triton 3.7.1: up to 10 instructions of a step, none on 3.6.0"
 MORE_OUTSIDE = "20 to 23 words of a thread, between tiles: scales and biases of columns, or gelu on Triton 3.7.1"
 # device code of some targets, and what needs NVSHMEM's device code: `test_nvshmem.py` compiles it
-TARGETS_OF: dict[str, tuple[int, ...]] = {
+TARGETS_OF: dict[str, tuple[Target, ...]] = {
     "ep_moe.kernels.hopper": (90,),
     "ep_moe.kernels.device.let_dependents_start": (90,),  # of GEMMs in `hopper`
     "ep_moe.kernels.device.use": (90,),  # after its asynchronous tensor-core instructions
+    "ep_moe.kernels.exchange": CUDA_TARGETS,  # stores into peers' memory
+    "ep_moe.kernels.device": CUDA_TARGETS,
+    "ep_moe.kernels.gemm.pairs": CUDA_TARGETS,
     "ep_moe.kernels.exchange.puts": (),
     "ep_moe.kernels.exchange.peers._outbox": (),
     "ep_moe.kernels.exchange.peers._put": (),
@@ -660,4 +663,5 @@ def _routing_cases() -> list[Case]:
 def cases() -> list[Case]:
     """All cases."""
     experts = [*_expert_cases(), *_hopper_cases(), *_listed_cases()]
-    return [*experts, *_quantize_cases(), *_row_cases(), *_routing_cases(), *exchange_cases()]
+    stores = [dataclasses.replace(case, targets=CUDA_TARGETS) for case in exchange_cases()]
+    return [*experts, *_quantize_cases(), *_row_cases(), *_routing_cases(), *stores]

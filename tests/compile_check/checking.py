@@ -8,8 +8,8 @@ from typing import Any
 import triton
 from triton.runtime.jit import JITFunction
 
-from compile_check import ir, order, ptx, rules, sass, walk
-from compile_check.case import Case, Finding, Rule
+from compile_check import amdgcn, ir, order, ptx, reporting, rules, sass, walk
+from compile_check.case import Case, Finding, Rule, Target
 from compile_check.stub import Recorder, compile_only
 
 MEASURED = (90, 100)  # targets whose kernels spill nothing without a case's excuse; of others spills are listed
@@ -80,8 +80,9 @@ def _check(function: JITFunction, compiled: Any, orders: Orders) -> Compiled:
     """Read one compiled kernel and check it."""
     kernel = function.fn.__name__
     gluon = "ttir" not in compiled.asm
-    machine, intermediate = sass.read(compiled.asm["cubin"]), ir.read(compiled.asm["ttgir" if gluon else "ttir"])
-    ordered = orders.check(kernel, compiled.asm["ptx"], intermediate, 32 * compiled.metadata.num_warps)
+    machine = sass.read(compiled.asm["cubin"]) if "cubin" in compiled.asm else amdgcn.read(compiled.asm["amdgcn"])
+    intermediate = ir.read(compiled.asm["ttgir" if gluon else "ttir"])
+    ordered = orders.check(kernel, compiled.asm.get("ptx", ""), intermediate, 32 * compiled.metadata.num_warps)
     return Compiled(
         kernel=kernel,
         cases=[],
@@ -132,7 +133,7 @@ def _run_case(case: Case, recorder: Recorder, by_hash: dict[str, Compiled], orde
     return findings
 
 
-def _excuse(result: Result, compiled: Compiled, cases: dict[str, Case], arch: int) -> None:
+def _excuse(result: Result, compiled: Compiled, cases: dict[str, Case], arch: Target) -> None:
     """Split the findings on one kernel into those that a case, or its target, excuses and the others."""
     for finding in compiled.findings:
         key = (finding.kernel, finding.rule)
@@ -142,7 +143,7 @@ def _excuse(result: Result, compiled: Compiled, cases: dict[str, Case], arch: in
             result.excused.append(dataclasses.replace(named, reason=cases[excusing[0]].excuses[key]))
             result.used_excuses += [(name, *key) for name in excusing]
         elif finding.rule in SPILLS and (arch not in MEASURED or TRITON > MEASURED_TRITON):
-            reason = f"no tile was measured on sm_{arch} with Triton {triton.__version__}"
+            reason = f"no tile was measured on {reporting.name_of(arch)} with Triton {triton.__version__}"
             result.excused.append(dataclasses.replace(named, reason=reason))
         else:
             result.findings.append(named)
@@ -151,7 +152,7 @@ def _excuse(result: Result, compiled: Compiled, cases: dict[str, Case], arch: in
 def check_cases(
     cases: list[Case],
     package: str,
-    arch: int,
+    arch: Target,
     *,
     complete: bool,
     elsewhere: Sequence[str],
@@ -185,7 +186,8 @@ def check_cases(
         reached = recorder.reached if share[1] == 1 else {id(function) for function in functions}
         findings += walk.without_case(functions, recorder.launched, reached)
         findings += orders.without_case() if share[1] == 1 else []
-    excuses = [(case.name, *key) for case in cases[share[0] :: share[1]] for key in case.excuses]
+    compiling = cases[share[0] :: share[1]] if arch in MEASURED else []  # others may need fewer excuses
+    excuses = [(case.name, *key) for case in compiling for key in case.excuses]
     compiled = list(by_hash.values())
     result = Result(compiled=compiled, findings=findings, excused=[], used_excuses=[], all_excuses=excuses)
     for kernel in compiled:

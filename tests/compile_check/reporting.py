@@ -2,14 +2,21 @@
 
 from typing import Any
 
+from compile_check.case import Target
+
 COLUMNS = ("kernel", "target", "warps", "regs", "shared", "spills", "tensor core", "loads", "stores", "case")
 
 
-def _row(target: int, kernel: dict[str, Any]) -> tuple[str, ...]:
+def name_of(target: Target) -> str:
+    """A target in words."""
+    return target if isinstance(target, str) else f"sm_{target}"
+
+
+def _row(target: Target, kernel: dict[str, Any]) -> tuple[str, ...]:
     cases = kernel["cases"]
     return (
         kernel["kernel"],
-        f"sm_{target}",
+        name_of(target),
         str(kernel["num_warps"]),
         str(kernel["registers"]),
         str(kernel["shared_bytes"]),
@@ -20,7 +27,7 @@ def _row(target: int, kernel: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def report(results: dict[int, dict[str, Any]]) -> int:
+def report(results: dict[Target, dict[str, Any]]) -> int:
     """Print the table, the excused findings with their reasons, and the findings; 1 if there are findings, else 0.
 
     Args:
@@ -50,12 +57,12 @@ def report(results: dict[int, dict[str, Any]]) -> int:
     return 1 if found or idle else 0
 
 
-def _by_text(results: dict[int, dict[str, Any]], which: str) -> list[str]:
+def _by_text(results: dict[Target, dict[str, Any]], which: str) -> list[str]:
     """A line for each finding, with all its targets."""
-    targets: dict[str, list[int]] = {}
+    targets: dict[str, list[Target]] = {}
     for target, result in results.items():
         for finding in result[which]:
             reason = f" ({finding['reason']})" if finding["reason"] else ""
             text = f"{finding['rule']}: {finding['kernel']}: {finding['text']}{reason}"
             targets.setdefault(text, []).append(target)
-    return [f"{' '.join(f'sm_{target}' for target in found)} {text}" for text, found in targets.items()]
+    return [f"{' '.join(map(name_of, found))} {text}" for text, found in targets.items()]

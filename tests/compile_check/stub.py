@@ -12,22 +12,38 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.code_generator import CodeGenerator
 from triton.runtime.jit import JITFunction
 
+from compile_check.case import Target
 from ep_moe.kernels.device import Device
 
-SHARED_BYTES = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}  # of a block, with opt-in
+SHARED_BYTES: dict[Target, int] = {  # of a block, with opt-in
+    80: 166912,
+    86: 101376,
+    89: 101376,
+    90: 232448,
+    100: 232448,
+    120: 101376,
+    "gfx942": 65536,
+    "gfx950": 163840,
+}
 
 
-def limits_of(arch: int) -> Device:
+def limits_of(arch: Target) -> Device:
     """The limits of a GPU of sm_`arch`; numbers of SMs, registers and threads matter to launches alone."""
-    capability = divmod(arch, 10)
-    return Device(capability=capability, num_sms=132, shared_bytes=SHARED_BYTES[arch], registers=65536, threads=1536)
+    return Device(
+        capability=(9, 4 if arch == "gfx942" else 5) if isinstance(arch, str) else divmod(arch, 10),
+        num_sms=132,
+        shared_bytes=SHARED_BYTES[arch],
+        registers=65536,
+        threads=1536,
+        hip=isinstance(arch, str),
+    )
 
 
 class StubDriver:
     """The driver's methods that Triton calls before a kernel is loaded."""
 
-    def __init__(self, arch: int) -> None:
-        self.target = GPUTarget("cuda", arch, 32)
+    def __init__(self, arch: Target) -> None:
+        self.target = GPUTarget("hip", arch, 64) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
 
     def get_current_target(self) -> GPUTarget:
         """The target to compile for."""
@@ -58,7 +74,7 @@ class Recorder:
 
 
 @contextlib.contextmanager
-def compile_only(arch: int) -> Iterator[Recorder]:
+def compile_only(arch: Target) -> Iterator[Recorder]:
     """Make every launch in this block compile for sm_`arch`, in its limits, and not run; failed ones are recorded too.
 
     Triton's cache must be empty: a cached kernel is not compiled, so its calls of jit functions would not be recorded.

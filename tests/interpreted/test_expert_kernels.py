@@ -634,6 +634,21 @@ def test_default_tiles_fit_smaller_gpus_as_they_are(capability: tuple[int, int],
             assert fitted == tiles, (dtype, facts, rows)
 
 
+@pytest.mark.parametrize("shared", [65536, 163840])
+def test_default_tiles_fit_amd_gpus(shared: int) -> None:
+    """At least with fewer stages; weights are decoded one by one there, and packed ones pass through shared memory."""
+    widths = {torch.bfloat16: 16, torch.float8_e4m3fn: 8, torch.int8: 8, torch.float32: 32}
+    for dtype, bits in widths.items():
+        kinds = [(0, False)] + ([(4, False), (8, True), (8, False)] if dtype == torch.bfloat16 else [])
+        for (weight_bits, fp8), gated, rows in itertools.product(kinds, (True, False), (4, 16, 32, 64, 128, 256)):
+            facts = {"gated": gated, "weight_bits": weight_bits, "fp8_weights": fp8}
+            tiles = default_table(dtype, shared_kib=shared // 1024, **facts).choose(rows)
+            decoding = {"rearranged": weight_bits == 4, "warp_groups": False}
+            fitted = fit_stages(tiles, shared, bits, weight_bits or bits, gated=gated, **decoding)
+            assert fitted.first.num_stages >= 2, (dtype, facts, rows)
+            assert fitted.second.num_stages >= 2, (dtype, facts, rows)
+
+
 def test_a_table_that_does_not_fit_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
     """Its tiles are replaced by the defaults, which is said once; tiles without a table are an error."""
     case = make_case("none", torch.bfloat16)

@@ -31,7 +31,7 @@ def has_gluon() -> bool:
 @functools.cache
 def is_hopper(device: torch.device) -> bool:
     """True if this device is a GPU that the kernels run on. Local."""
-    found = device.type == "cuda" and torch.cuda.is_available()
+    found = device.type == "cuda" and torch.cuda.is_available() and torch.version.hip is None
     return found and torch.cuda.get_device_capability(device) == CAPABILITY
 
 

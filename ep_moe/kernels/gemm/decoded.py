@@ -11,7 +11,7 @@ thread's weights are 16 neighboring bytes.
 
 import triton
 import triton.language as tl
-from triton.language.target_info import cuda_capability_geq
+from triton.language.target_info import cuda_capability_geq, is_hip
 
 from ep_moe.kernels.device import prefetch, use
 from ep_moe.kernels.gemm.arguments import WeightRows
@@ -155,7 +155,7 @@ def _wait_for(acc, TILE):
     that they still read (triton-lang/triton issue 9433, and 11781 for the assembler). A use of their sums, which this
     is, makes it wait. On later chips sums are not in registers, and on earlier ones no product is left running.
     """
-    if INTERPRET or not TILE.SWAP or cuda_capability_geq(10):
+    if INTERPRET or not TILE.SWAP or cuda_capability_geq(10) or is_hip():
         return acc
     else:
         return use(acc)
