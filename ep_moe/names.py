@@ -2,7 +2,7 @@
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 TRANSPORT_NAMES = (
-    *("local", "collective", "gathered", "nvlink", "hierarchical"),
+    *("local", "collective", "gathered", "peer", "nvlink", "hierarchical"),  # "nvlink" is an older name of "peer"
     *("deepep", "deepep_low_latency", "deepep_normal", "deepep_v2", "nvshmem"),
 )
 EXPERTS_NAMES = ("torch", "triton", "hopper")

@@ -213,7 +213,7 @@ def _gpus() -> Iterator[Finding]:
         pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
         apart = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
         links = _links()
-        mend = "transport nvlink needs it; else `collective` exchanges. In a container share all GPUs; see IOMMU, ACS"
+        mend = "transport peer needs it; else `collective` exchanges. In a container share all GPUs; see IOMMU, ACS"
         found = f"all pairs{f', by {links}' if links else ''}" if not apart else f"not between {apart[0]}"
         yield line("peer access", WARNING if apart else OK, found, mend if apart else "")
     yield from _tiles(line, torch.cuda.get_device_name(0))

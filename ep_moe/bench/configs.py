@@ -368,7 +368,7 @@ class ExchangeSizes:
             option="--graph/--eager",
         ),
     ] = True
-    num_sms: Annotated[int, Field(help="Most SMs that a kernel of nvlink takes; 0 sets no limit")] = 0
+    num_sms: Annotated[int, Field(help="Most SMs that a kernel of peer takes; 0 sets no limit")] = 0
     nvshmem_stores: Annotated[str, Field(help="How nvshmem reaches ranks: auto, addresses or puts")] = "auto"
 
 

@@ -177,8 +177,10 @@ def field_values(source: object, *names: str) -> dict[str, Any]:
 
 
 def implementation_name(implementation: object, known: Mapping[str, Any]) -> str:
-    """The name in `known` of an implementation that "auto" chose, by its class or its class's prefix. Local."""
-    made_by = type(implementation)
+    """The name in `known` of an implementation that "auto" chose: its own, or by its class or that's prefix. Local."""
+    made_by, own = type(implementation), getattr(implementation, "name", None)
+    if own in known:
+        return str(own)
     names = [name for name, maker in known.items() if maker is made_by]
     names += [name for name in known if made_by.__name__.lower().startswith(name)]
     return names[0] if names else made_by.__name__

@@ -154,12 +154,12 @@ class ExpertParallelMoE(Layer):
                 with max_tokens_per_rank.
         Returns: [T, H] in the transport's dtype.
         Errors: bad input on one rank raises ValueError on every rank, and the next call works; with a transport that
-        does not wait for its peers (`nvlink`), ranks that do not raise get NaN, and their `check` raises the error.
+        does not wait for its peers (`peer`), ranks that do not raise get NaN, and their `check` raises the error.
         `PeerLostError` if a rank does not answer. Any other failure of this rank, such as out of memory, is raised
         here; the other ranks get NaN for the tokens that they sent to it, and the next call works. RuntimeError once
         the transport or its group is destroyed, and from the backward pass, which is not supported.
         Collective: every rank calls it the same number of times, also with zero tokens. Under torch.compile it is one
-        operator, `ep_moe::layer`. `local` and `collective` read counts back to the host; `nvlink` and `gathered` are
+        operator, `ep_moe::layer`. `local` and `collective` read counts back to the host; `peer` and `gathered` are
         safe in CUDA graphs.
         """
         if torch.is_grad_enabled() or torch.compiler.is_compiling():

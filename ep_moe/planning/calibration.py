@@ -82,7 +82,7 @@ def experts_of(hw: Hardware, record: Record, shape: LayerShape | None = None) ->
 
 
 def layer_of(hw: Hardware, record: Record) -> float:
-    """Predicted time of a row of the bench `layer` by a CUDA graph, with the transport `nvlink`."""
+    """Predicted time of a row of the bench `layer` by a CUDA graph, with the transport `peer`."""
     shape, tokens, load = shape_of(record), record.shapes["tokens_per_rank"], traffic_of(record)
     exchange = nvlink_us(hw, shape, tokens, load, packs=record.setup["layout"] != "flat")
     return hw.layer_us + sum(exchange) + experts_us(hw, shape, *rows_of_experts(shape, tokens, record.world_size, load))
@@ -202,7 +202,7 @@ class Comparison:
     """A figure of a row, measured and predicted; or, without a prediction, the reason why there is none.
 
     Args:
-        what: the figure, such as "transport nvlink" or "layer". label: the row.
+        what: the figure, such as "exchange peer" or "layer". label: the row.
     """
 
     what: str
@@ -244,7 +244,7 @@ def _compare(hw: Hardware, record: Record, used: bool) -> Iterator[Comparison]:
     elif record.bench == "layer":
         yield _of("layer", label, record.figures["graph_call_us"], layer_of(hw, record))
     else:
-        yield _of("exchange nvlink", label, record.figures["sum_us"], sum(exchange_of(hw, record)))
+        yield _of("exchange peer", label, record.figures["sum_us"], sum(exchange_of(hw, record)))
         yield _of("exchange by NCCL", label, record.baselines[NCCL]["sum_us"], nccl_of(hw, record))
 
 
@@ -268,7 +268,7 @@ def _why_not(hw: Hardware, record: Record) -> str:
     scheme = setup.get("scheme", setup.get("payload"))
     if scheme not in SCHEMES:
         return f"scheme {scheme} without constants"
-    if setup.get("transport", "nvlink") != "nvlink":
+    if setup.get("transport", "peer") != "peer":
         return f"transport {setup['transport']} without a measured exchange of its own"
     return ""
 

@@ -123,7 +123,7 @@ def _transports(hw: Hardware, ranks: int) -> list[str]:
     if ranks == 1:
         return ["local"]
     if ranks <= hw.gpus_per_node:
-        return ["nvlink", "collective"]
+        return ["peer", "collective"]
     return ["collective", "hierarchical"]
 
 
@@ -131,7 +131,7 @@ def _predict(hw: Hardware, job: Job, ranks: int, redundant: int, transport: str,
     shape, load = job.shape, traffic(job.loads, job.shape.num_topk, ranks, redundant, hw.gpus_per_node)
     if transport == "local":
         dispatch, combine = _local_us(hw, shape, job.tokens, load)
-    elif transport == "nvlink":
+    elif transport == "peer":
         dispatch, combine = nvlink_us(hw, shape, job.tokens, load, packs=layout != "flat")
     else:
         dispatch, combine = collective_us(hw, shape, job.tokens, load, ranks, per_node=transport == "hierarchical")
@@ -166,7 +166,7 @@ def _local_us(hw: Hardware, shape: LayerShape, tokens: int, load: Traffic) -> tu
 def _buffer_bytes(shape: LayerShape, tokens: int, ranks: int, local_experts: int, transport: str, layout: str) -> float:
     """Peer-visible memory, O(R * T * H) for each slot of a one-sided transport, and one batch with its results."""
     received = ranks * tokens
-    peer = SLOTS * received * (shape.payload_bytes + shape.return_bytes) if transport == "nvlink" else 0
+    peer = SLOTS * received * (shape.payload_bytes + shape.return_bytes) if transport == "peer" else 0
     rows = {
         "flat": received,
         "compact": received * min(shape.num_topk, local_experts),

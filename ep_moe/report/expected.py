@@ -14,7 +14,7 @@ MEASURED: dict[str, tuple[str, dict[str, Any], str, str]] = {
             "hidden": 7168,
             "num_topk": 8,
             "num_experts": 256,
-            "transport": "nvlink",
+            "transport": "peer",
             "nodes": 1,
             "layout": "compact",
             "payload": "fp8_block",

@@ -108,7 +108,11 @@ class Record:
         """Read a line of JSON. Errors: ValueError names `source` and the key that is unknown, missing or wrong."""
         from ep_moe.weights.json_files import parse_object
 
-        return from_mapping(cls, _unflatten(parse_object(line.encode(), source), source), source)
+        content = _unflatten(parse_object(line.encode(), source), source)
+        setup = content.get("setup")
+        if isinstance(setup, dict) and setup.get("transport") == "nvlink":  # its name until 2026-11
+            setup["transport"] = "peer"
+        return from_mapping(cls, content, source)
 
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Record))

@@ -32,7 +32,7 @@ def _one_sided_transport(group: EPGroup, placement: Placement, config: Transport
         )
     from ep_moe.transport.one_sided import NvlinkTransport, NvshmemTransport
 
-    return (NvlinkTransport if name == "nvlink" else NvshmemTransport)(group, placement, config)
+    return (NvshmemTransport if name == "nvshmem" else NvlinkTransport)(group, placement, config)
 
 
 def _deepep_transport(group: EPGroup, placement: Placement, config: TransportConfig, mode: str = "auto") -> Transport:
@@ -46,7 +46,8 @@ TRANSPORTS: dict[str, Callable[[EPGroup, Placement, TransportConfig], Transport]
     "local": LocalTransport,
     "collective": CollectiveTransport,
     "gathered": GatheredTransport,
-    "nvlink": functools.partial(_one_sided_transport, name="nvlink"),
+    "peer": functools.partial(_one_sided_transport, name="peer"),
+    "nvlink": functools.partial(_one_sided_transport, name="peer"),  # its older name
     "hierarchical": HierarchicalTransport,
     "deepep": _deepep_transport,
     **{f"deepep_{mode}": functools.partial(_deepep_transport, mode=mode) for mode in ("low_latency", "normal", "v2")},
@@ -57,16 +58,17 @@ TRANSPORTS: dict[str, Callable[[EPGroup, Placement, TransportConfig], Transport]
 def create_transport(name: str, group: EPGroup, placement: Placement, config: TransportConfig) -> Transport:
     """Build a transport by name.
 
-    "auto" is "nvlink" on GPUs that all reach each other's memory, also on a single one, where "local" would read counts
+    "auto" is "peer" on GPUs that all reach each other's memory, also on a single one, where "local" would read counts
     back to the host; "local" for one rank on a CPU; "gathered" over NCCL for up to GATHERED_RANKS ranks that together
     have up to GATHERED_TOKENS tokens in a round; else "collective". Rank 0 logs the choice, and the reason if it is
-    not "nvlink", at level INFO.
+    not "peer", at level INFO.
 
-    "nvlink" on a CPU is for tests and needs TRITON_INTERPRET=1 in the environment before Triton is imported.
+    "peer", whose older name is "nvlink", needs GPUs that map each other's memory, over NVLink or PCIe. On a CPU it is
+    for tests and needs TRITON_INTERPRET=1 in the environment before Triton is imported.
 
     "deepep" and "deepep_<mode>" need an installed DeepEP (docs/exchange.md).
 
-    Errors: ValueError lists the names; RuntimeError for "nvlink" without peer memory or Triton, for "deepep" without
+    Errors: ValueError lists the names; RuntimeError for "peer" without peer memory or Triton, for "deepep" without
     the DeepEP that it needs. Collective.
     """
     for argument, value, kind in (
@@ -92,7 +94,7 @@ def _choose(group: EPGroup, config: TransportConfig) -> str:
         reason = why_unreachable(group)
         few = group.num_ranks * config.max_tokens_per_rank <= GATHERED_TOKENS and group.num_ranks <= GATHERED_RANKS
         few = few and group.backend == "nccl"
-        name = "nvlink" if not reason else "gathered" if few else "collective"
+        name = "peer" if not reason else "gathered" if few else "collective"
     if group.rank == 0:
         _log.info("transport 'auto' is '%s'%s", name, f": {reason}" if reason else "")
     return name

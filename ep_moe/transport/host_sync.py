@@ -113,7 +113,7 @@ class HostSyncTransport(Transport, Generic[State]):
     def __init__(self, group: EPGroup, placement: Placement, config: TransportConfig) -> None:
         compare_ranks(group, placement, config)
         if self._waiting and config.on_peer_loss != "raise":
-            reason = f"needs transport 'nvlink': {self._waiting} waits for all"
+            reason = f"needs transport 'peer': {self._waiting} waits for all"
             raise ValueError(f"on_peer_loss ({config.on_peer_loss!r}) {reason}")
         self.config, self.placement = config, placement
         self.rank, self.num_ranks, self.device = group.rank, group.num_ranks, group.device

@@ -40,7 +40,7 @@ def make_record(**changes: Any) -> Record:
         "setup": {
             "dtype": "bfloat16",
             "scheme": "fp8_block",
-            "transport": "nvlink",
+            "transport": "peer",
             "experts": "torch",
             "graph": True,
             "layout": "compact",
@@ -84,6 +84,8 @@ def test_unknown_and_missing_keys_are_named(tmp_path: Path) -> None:
     content = json.loads(make_record().to_line())
     with pytest.raises(ValueError, match=r"^here: unknown key speed; known: bench, date"):
         Record.from_line(json.dumps(content | {"speed": 1}), "here")
+    older = content | {"setup": content["setup"] | {"transport": "nvlink"}}
+    assert Record.from_line(json.dumps(older), "here") == make_record()
     del content["sweep"], content["commit"]
     with pytest.raises(ValueError, match=r"^here: missing key commit, sweep$"):
         Record.from_line(json.dumps(content), "here")
@@ -104,7 +106,7 @@ CONTRACT = {
 def make_exchange_record(**changes: Any) -> Record:
     """A row of `bench transport`, with single values changed."""
     nccl = {"dispatch_us": 40.0, "combine_us": 60.0, "sum_us": 99.0, "speedup_ratio": 1.98}
-    words = {"transport": "nvlink", "layout": "batched", "payload": "fp8_block", "dtype": "bfloat16", "graph": True}
+    words = {"transport": "peer", "layout": "batched", "payload": "fp8_block", "dtype": "bfloat16", "graph": True}
     words |= {"routing": "uniform", "num_sms": 0, "nodes": 1, "seed": 0, "warmup": 5, "repeats": 20}
     times = {"dispatch_us": 20.5, "combine_us": 25.5, "sum_us": 50.0}
     rates = {"wire_bytes": 7562000.0, "wire_gbs": 151.2, "floor_share_ratio": 0.4088}
@@ -239,9 +241,7 @@ def test_the_page_and_its_drift(tmp_path: Path) -> None:
     layer = results["layer"]
     assert layer.startswith("# One MoE layer: all rows\n")
     assert "## tiny, 4 x Abacus 9\n" in layer
-    assert (
-        "All rows: dtype bfloat16, scheme fp8_block, transport nvlink, implementation torch, layout compact," in layer
-    )
+    assert "All rows: dtype bfloat16, scheme fp8_block, transport peer, implementation torch, layout compact," in layer
     assert re.findall(r"^\| (\d) \| (\S+) \| (\d+) \|", layer, re.MULTILINE) == [
         ("1", "2026-11-23", "128"),
         ("2", "2026-11-22", "4096"),

@@ -42,7 +42,7 @@ def test_measured_rows_are_predicted(hw: Hardware, records: list[Record]) -> Non
     worst, median = worst_and_median(found)
     assert median <= 0.15
     assert worst <= 0.40
-    assert {c.what for c in found if not c.reason} == {"exchange nvlink", "exchange by NCCL", "experts", "layer"}
+    assert {c.what for c in found if not c.reason} == {"exchange peer", "exchange by NCCL", "experts", "layer"}
     assert len({c.label for c in found if not c.reason and c.what == "layer"}) >= 5
     # a row is compared, by one figure or more, or left out with its reason
     transports = sum(not c.reason for c in found if c.what == "exchange by NCCL")
@@ -149,7 +149,7 @@ def test_memory_and_target_decide_what_fits(hw: Hardware) -> None:
     wide = plan(hw, job(gpus=320))
     assert max(c.ep_size for c in wide) == 320
     assert {c.redundant for c in wide if c.ep_size == 320} == {64}
-    assert {c.transport for c in wide if c.ep_size > 8}.isdisjoint({"nvlink", "local"})
+    assert {c.transport for c in wide if c.ep_size > 8}.isdisjoint({"peer", "local"})
 
 
 def test_more_redundancy_helps_uneven_loads(hw: Hardware) -> None:

@@ -148,7 +148,7 @@ LIMITS: list[tuple[str, dict[str, Any], int, str]] = [
     ("normal", {}, 3000, "experts of a rank (1500) exceed 1024"),
     ("v2", {}, 600, "experts of a rank (300) exceed 256, the most of DeepEP's ElasticBuffer"),
     ("v2", {"dtype": torch.float32}, 4, "dtype (torch.float32): DeepEP's combine sums torch.bfloat16 alone"),
-    ("v2", {"on_peer_loss": "mask"}, 4, "on_peer_loss ('mask') needs transport 'nvlink'"),
+    ("v2", {"on_peer_loss": "mask"}, 4, "on_peer_loss ('mask') needs transport 'peer'"),
 ]
 
 

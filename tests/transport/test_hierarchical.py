@@ -225,7 +225,7 @@ def fail_on_one_node(group: EPGroup) -> list[str]:
 
 def test_a_node_that_cannot_be_served_is_an_error_on_all_nodes() -> None:
     full = "rounds inside the node of rank 2 cannot be made: /dev/shm has no room on rank 2"
-    unknown = "inside ('nvshmem') is not one of auto, nvlink, collective"
+    unknown = "inside ('nvshmem') is not one of auto, peer, nvlink, collective"
     for rank, said in enumerate(launch(fail_on_one_node, num_ranks=4, config=CONFIG, device="cpu")):
         assert said == [full, unknown, f"rank {rank} is in none of the parts ((7, 8),)"]
 
@@ -317,7 +317,7 @@ def test_bad_nodes_are_refused_on_every_rank() -> None:
     expected = [
         "ranks_per_node (2) does not divide num_ranks (3)",
         "ranks_per_node (4) does not divide num_ranks (3)",
-        "on_peer_loss ('mask') needs transport 'nvlink': a collective waits for all",
+        "on_peer_loss ('mask') needs transport 'peer': a collective waits for all",
     ]
     assert launch(refuse_bad_nodes, num_ranks=3, config=CONFIG, device="cpu") == [expected] * 3
     with pytest.raises(ValueError, match=re.escape("chunk_rows (0) must be at least 1")):

@@ -43,7 +43,7 @@ def test_who_can_go_on_without_a_rank() -> None:
     config = TransportConfig(hidden=16, max_tokens_per_rank=1, on_peer_loss="mask")
     with EPGroup.single("cpu") as group:
         TRANSPORTS["local"](group, Placement.linear(2, 1), config).destroy()
-        with pytest.raises(ValueError, match=r"on_peer_loss \('mask'\) needs transport 'nvlink'"):
+        with pytest.raises(ValueError, match=r"on_peer_loss \('mask'\) needs transport 'peer'"):
             TRANSPORTS["collective"](group, Placement.linear(2, 1), config)
     with pytest.raises(ValueError, match=r"on_peer_loss \('wait'\) is not one of raise, mask"):
         TransportConfig(hidden=16, max_tokens_per_rank=1, on_peer_loss="wait")

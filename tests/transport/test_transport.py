@@ -12,6 +12,7 @@ from no_memory import abandoning_without_memory
 from ep_moe import transport as room
 from ep_moe.config import GroupConfig, TransportConfig
 from ep_moe.group import EPGroup
+from ep_moe.group.symmetric import why_unreachable
 from ep_moe.launch import launch
 from ep_moe.placement import Placement
 from ep_moe.testing import check_transport, transport_cases
@@ -67,9 +68,9 @@ def test_carries_all(num_ranks: int) -> None:
     ("num_ranks", "device", "reason", "chosen"),
     [
         pytest.param(1, "cpu", "", "'local': there is one rank", id="one-rank"),
-        pytest.param(1, "cuda", "", "'nvlink'", id="one-gpu"),
+        pytest.param(1, "cuda", "", "'peer'", id="one-gpu"),
         pytest.param(4, "cpu", "", "'collective': ranks are on cpu", id="cpu"),
-        pytest.param(4, "cuda", "", "'nvlink'", id="gpus"),
+        pytest.param(4, "cuda", "", "'peer'", id="gpus"),
         pytest.param(
             4, "cuda", "rank 0 and rank 2 share a GPU", "'gathered': rank 0 and rank 2 share a GPU", id="apart"
         ),
@@ -95,8 +96,15 @@ def test_auto_says_what_it_is_and_why(
     assert caplog.messages == [f"transport 'auto' is {chosen}"]  # of rank 0 alone
 
 
-def test_nvlink_on_a_cpu_says_what_it_needs() -> None:
+@pytest.mark.parametrize("name", ["peer", "nvlink"])
+def test_peer_on_a_cpu_says_what_it_needs(name: str) -> None:
     pytest.importorskip("triton")
     config = TransportConfig(hidden=16, max_tokens_per_rank=1)
-    with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"):
-        create_transport("nvlink", EPGroup.single("cpu"), Placement.linear(8, 1), config)
+    with pytest.raises(RuntimeError, match="'peer' on a CPU needs TRITON_INTERPRET=1"):
+        create_transport(name, EPGroup.single("cpu"), Placement.linear(8, 1), config)
+
+
+def test_peer_is_refused_on_amd_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    group = mock.Mock(spec=EPGroup, rank=0, num_ranks=2, device=torch.device("cuda"))
+    assert why_unreachable(group) == "the kernels that store into it have never run on AMD GPUs"

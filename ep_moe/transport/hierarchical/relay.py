@@ -66,7 +66,7 @@ class Relay:
 
     Args:
         group: of all ranks. At least 2 ranks on each node.
-        config: of the whole transport. inside: "nvlink", "collective", or "auto".
+        config: of the whole transport. inside: "peer", "collective", or "auto".
 
     Attributes:
         inner: the transport of these rounds; None in a node without experts.
@@ -266,8 +266,8 @@ def make_relay(
 
     Errors: RuntimeError, on the ranks of all nodes, if a node cannot make them. Collective in the whole group.
     """
-    if inside not in ("auto", "nvlink", "collective"):
-        raise ValueError(f"inside ({inside!r}) is not one of auto, nvlink, collective")
+    if inside not in ("auto", "peer", "nvlink", "collective"):
+        raise ValueError(f"inside ({inside!r}) is not one of auto, peer, nvlink, collective")
     if grid.ranks_per_node == 1:
         return None
     relay, problem = None, ""
@@ -312,12 +312,12 @@ def _blocks(forwarded: Forwarded, num_relays: int) -> tuple[tuple[slice, int], .
 def _reaches(part: GroupPart, inside: str, slots: int) -> bool:
     """Whether rounds inside the node are one-sided; the same on all ranks of the node. Collective."""
     if inside != "auto":
-        return inside == "nvlink"
+        return inside in ("peer", "nvlink")
     if part.device.type != "cuda":
         return False
     reason = why_unreachable(part)
     if not reason and slots > MOST_ONE_SIDED_SLOTS:
         reason = f"{slots} rounds may be open, the most is {MOST_ONE_SIDED_SLOTS}: raise chunk_rows"
     if part.whole.rank == 0:
-        _log.info("transport 'hierarchical' is %s inside nodes", f"'collective': {reason}" if reason else "'nvlink'")
+        _log.info("transport 'hierarchical' is %s inside nodes", f"'collective': {reason}" if reason else "'peer'")
     return not reason

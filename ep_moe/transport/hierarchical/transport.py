@@ -58,8 +58,8 @@ class HierarchicalTransport(HostSyncTransport[_Round]):
         placement: which physical experts each rank owns.
         config: sizes and dtype, the same on all ranks; `ranks_per_node` may declare nodes, `chunk_rows` is the size of
             messages between them, which changes no result.
-        inside: the transport inside nodes: "nvlink", "collective", or "auto": the first if ranks of a node reach each
-            other's memory. On a CPU "nvlink" needs TRITON_INTERPRET=1.
+        inside: the transport inside nodes: "peer", "collective", or "auto": the first if ranks of a node reach each
+            other's memory. On a CPU "peer" needs TRITON_INTERPRET=1.
 
     The constructor is collective: it compares the configs of all ranks. A dispatch waits for the headers of all ranks;
     where rounds inside a node are collective, dispatch_send and combine_send also wait for the rows that this rank

@@ -165,7 +165,7 @@ def map_peers(group: EPGroup, placement: Placement, config: TransportConfig) -> 
     """
     reason = why_unreachable(group)
     if reason:
-        raise RuntimeError(f"transport 'nvlink' needs memory that all ranks reach, but {reason}")
+        raise RuntimeError(f"transport 'peer' needs memory that all ranks reach, but {reason}")
     ranks = ranks_of(placement, group.rank)
     return ranks, PeerMemory(group, regions_of(config, ranks), config.num_slots)
 

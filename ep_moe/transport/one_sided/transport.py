@@ -53,7 +53,7 @@ class NvlinkTransport(Transport):
     is valid until `combine_send`: the other ranks may send the next round once they have this round's results.
     """
 
-    name = "nvlink"
+    name = "peer"
     _connect = staticmethod(map_peers)
 
     def __init__(self, group: EPGroup, placement: Placement, config: TransportConfig) -> None:

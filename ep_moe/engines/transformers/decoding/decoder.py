@@ -77,7 +77,7 @@ class Chunk(NamedTuple):
 
 def decode_transport(session: Session) -> Any:
     """The class of the transport of decode passes: the model's; on GPUs one without host syncs in place of `local`, as
-    the kernels of `nvlink` serve a single rank too, and of `collective`. Local.
+    the kernels of `peer` serve a single rank too, and of `collective`. Local.
     """
     if session.group.device.type == "cuda":
         if isinstance(session.transport, LocalTransport):
