@@ -1,4 +1,4 @@
-"""Transports one after another, side by side and in a subset of ranks; equal rounds, unequal configs."""
+"""Transports side by side and in a subset of ranks; equal rounds, unequal configs."""
 
 import contextlib
 import dataclasses
@@ -34,15 +34,6 @@ from nvlink.reference import raw
 CASE = TransportCase(name="lifetimes", tokens=(3, 2), scheme="fp8_token", hidden=48, num_topk=3)
 
 
-def one_after_another(group: EPGroup) -> None:
-    for number in range(2):
-        transport = NvlinkTransport(group, CASE.make_placement(), CASE.config)
-        for slot in range(number + 1):
-            check_round(transport, CASE, group.device, slot)
-        transport.destroy()
-        transport.destroy()
-
-
 def side_by_side(group: EPGroup) -> None:
     """Two transports, of other sizes, in turn; both with an open round."""
     other = dataclasses.replace(CASE, name="beside", tokens=(1, 4), hidden=64, scheme="none", layout=Layout.FLAT)
@@ -73,7 +64,7 @@ def in_a_subset(world: EPGroup) -> None:
         transport.destroy()
 
 
-LIVES = {"one_after_another": (one_after_another, 2), "side_by_side": (side_by_side, 2), "subset": (in_a_subset, 3)}
+LIVES = {"side_by_side": (side_by_side, 2), "subset": (in_a_subset, 3)}
 
 
 @pytest.mark.parametrize("name", LIVES)
