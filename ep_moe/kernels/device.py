@@ -112,9 +112,10 @@ def fence():
 
     The barrier comes first, so that each thread's fence covers the stores of all threads.
     """
-    tl.debug_barrier()
     if not INTERPRET:
         _only_on_cuda()
+    tl.debug_barrier()
+    if not INTERPRET:
         tl.inline_asm_elementwise("fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
