@@ -166,7 +166,6 @@ def test_a_checkpoint_and_restarts_that_are_gone_end_the_server(tmp_path: Path) 
         code, last, left = server.ended()
         assert any("rank 1 was killed by SIGKILL: it is not started again" in line for line in server.errors)
         assert any("on no rank (rank 1 " in line and "cannot be read again" in line for line in server.errors)
-        print(*server.errors, stream, sep="\n")
         for text in (stream[0], last):
             assert "rank 1 was killed by SIGKILL; then rank 0: " in text
         assert (code, left) == (1, [])
