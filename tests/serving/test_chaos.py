@@ -171,6 +171,21 @@ def test_a_checkpoint_and_restarts_that_are_gone_end_the_server(tmp_path: Path) 
         assert (code, left) == (1, [])
 
 
+def test_a_single_rank_that_is_stopped_is_replaced(tmp_path: Path) -> None:
+    with started(tmp_path, "--nproc", "1", "--timeout-secs", str(TIMEOUT_SECS)) as server:
+        expected, found = ask(server, 1, []), list[str]()
+        thread = threading.Thread(target=lambda: found.append(ask(server, 1, [])))
+        thread.start()
+        while not server.running():
+            time.sleep(0.02)
+        rank = ranks_of(server.process.pid, server.mark)[1]
+        os.kill(rank, signal.SIGSTOP)
+        thread.join()
+        assert found == [expected]
+        assert wait_until_gone([rank], 10) == []
+        assert any("rank 0 was killed by SIGKILL: it is started again" in line for line in server.errors)
+
+
 @pytest.mark.timeout(2 * SECS + 5 * FOUND_SECS)
 def test_every_stream_has_its_text_whatever_happens_to_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDER, str(tmp_path))
