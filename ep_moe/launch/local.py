@@ -272,7 +272,8 @@ class _Ranks:
         self._due.append((time.monotonic() + order.secs, kill))
 
     def _note_stopped(self, rank: int) -> None:
-        """A rank that is not to run has ended, however."""
+        """A rank that is not to run has ended, however: its memory is free then."""
+        self._processes[rank].join(EXIT_CODE_SECS)
         self._outcomes.leave(rank)
         self._tell_left(rank)
 
