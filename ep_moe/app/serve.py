@@ -63,11 +63,11 @@ class ServeConfig:
     ] = 10.0
     api_keys: Annotated[
         str,
-        Field(help="File with a key in each line, besides EP_MOE_API_KEY; without keys all may ask"),
+        Field(help="Keys in a file, or EP_MOE_API_KEY; else all may ask"),
     ] = ""
     admin_keys: Annotated[
         str,
-        Field(help="File with a key in each line, besides EP_MOE_ADMIN_KEY, for /admin/ranks; off without keys"),
+        Field(help="File of keys for /admin/ranks, or EP_MOE_ADMIN_KEY"),
     ] = ""
     allowed_origins: Annotated[str, Field(help="Origins (a,b) of pages that may ask; * for all")] = ""
 

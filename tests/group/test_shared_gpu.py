@@ -72,7 +72,7 @@ def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         device_count=lambda: len(UUIDS),
         can_device_access_peer=lambda device, peer: (device.index, peer) in REACHED,
     )
-    monkeypatch.setattr(symmetric, "torch", SimpleNamespace(cuda=fake))
+    monkeypatch.setattr(symmetric, "torch", SimpleNamespace(cuda=fake, version=torch.version))
 
 
 @pytest.mark.usefixtures("three_gpus")

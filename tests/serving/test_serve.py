@@ -54,7 +54,7 @@ class Server:
 
     def wait_for_ranks(self, *states: str) -> None:
         """Wait until the ranks have these states."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while [rank["state"] for rank in self.ranks()["ranks"]] != [*states]:
             assert time.monotonic() < deadline, self.ranks()
             time.sleep(0.05)
@@ -451,7 +451,7 @@ def test_rank_0_dies_and_streams_go_on(server: Server) -> None:
             texts[choice.index] += choice.text
     assert texts == whole
     assert any("rank 0 was killed by SIGKILL: it is started again in 0.5 s" in line for line in server.errors)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while client.get("/../health", cast_to=dict[str, Any])["status"] == "degraded":
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -459,8 +459,8 @@ def test_rank_0_dies_and_streams_go_on(server: Server) -> None:
 
 def test_ranks_leave_and_come_while_streams_run(server: Server) -> None:
     """Rank 0 leaves, then it takes the place of rank 1: the text stays, nothing is lost or read from the checkpoint."""
-    client, before = server.client, len(server.errors)
-    ask: dict[str, Any] = {"model": "ep-moe", "prompt": list(PROMPTS), "max_tokens": 400, "temperature": 0}
+    client, before = server.client.with_options(timeout=200), len(server.errors)
+    ask: dict[str, Any] = {"model": "ep-moe", "prompt": list(PROMPTS), "max_tokens": 160, "temperature": 0}
     whole = [choice.text for choice in client.completions.create(**ask).choices]
     assert server.ranks()["done"]
     texts, asked = ["", ""], list[Any]()

@@ -383,6 +383,23 @@ def test_an_interrupted_plan_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.match("(And|Or) [a-z]{2,5} [a-z]+", text)
 
 
+def test_long_rows_keep_what_they_have() -> None:
+    """A row with more positions than the smallest passes have."""
+    model = from_pretrained(SHIPPED_MODEL, EPGroup.single("cpu"), dtype=torch.float32)
+    text = b"And it came to pass in those days that there went out a decree. " * 5
+    start = RowStart(row=0, prompt=tuple(text), max_new_tokens=40, sampling=Sampling(logprobs=0))
+    first = RowsPlan(ended=((),), starts=((start,),), chunks=(((0, len(text)),),))
+    passes_ = RowsPlan(ended=((),), starts=((),), passes=8, shapes=(pass_shape(1, 512, True, True),))
+    made = []
+    for regroups in (False, True):
+        rows = RowDecoder(model, num_rows=2, num_positions=512, end_ids=(), graphs=False)
+        rows.run(first)
+        for _ in range(4 if regroups else 0):
+            assert rows.regroup() == ()
+        made.append([each.value for each in rows.run(passes_).logprobs[0]])
+    assert made[0] == made[1]
+
+
 def test_a_window_that_was_overwritten_ends_its_row() -> None:
     """Windows of 6 positions: a row that has not filled them goes on, the other one starts again."""
     model = sharded_model("gpt_oss_windows")
