@@ -42,11 +42,11 @@ def groups(folder: Path, count: int, *, without: Iterable[str] = ()) -> list[Fil
 def start(marks: Iterable[pytest.Mark]) -> None:
     """Run the groups of these marks, one per core; the session keeps one core until it waits for an `outcome`.
 
-    Of those that wait two run at a time, beside the others.
+    Those that wait run one after another, beside the others.
     """
     cores = len(os.sched_getaffinity(0))
     _cores.release(max(cores - 1, 1))
-    computing, waiting = (concurrent.futures.ThreadPoolExecutor(threads) for threads in (cores, 2))
+    computing, waiting = (concurrent.futures.ThreadPoolExecutor(threads) for threads in (cores, 1))
     _pools.extend((computing, waiting))
     for mark in marks:
         options = {"waits": False, "interpreted": True, **mark.kwargs}
