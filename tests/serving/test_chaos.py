@@ -226,7 +226,10 @@ def test_every_stream_has_its_text_whatever_happens_to_ranks(tmp_path: Path, mon
             time.sleep(0.2)
         assert texts_of(server) == expected
         assert len(ranks_of(server.process.pid, server.mark)) == 1 + NUM_RANKS
-        assert descriptors(server.process.pid) <= before + 2
+        deadline = time.monotonic() + 10  # the launcher forgets a process some seconds after its end
+        while descriptors(server.process.pid) > before + 2:
+            assert time.monotonic() < deadline, descriptors(server.process.pid)
+            time.sleep(0.2)
         server.process.terminate()
         assert server.ended()[::2] == (143, [])
     assert sorted(Path("/dev/shm").iterdir()) == shared
