@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -612,41 +613,47 @@ def test_stages_fit_the_shared_memory() -> None:
     assert [one_by_one.first.num_stages, one_by_one.second.num_stages] == [2, 2]
 
 
-@pytest.mark.parametrize(("capability", "shared"), [((8, 0), 166912), ((8, 9), 101376), ((12, 0), 101376)])
-def test_default_tiles_fit_smaller_gpus_as_they_are(capability: tuple[int, int], shared: int) -> None:
-    """No default tile of another GPU than Hopper's and Blackwell's loses a stage."""
-    device = dataclasses.replace(Device.of(torch.device("cpu")), capability=capability, shared_bytes=shared)
+def default_tiles(shared: int) -> Iterator[tuple[Any, int, dict[str, Any], Any]]:
+    """The default tiles of a GPU with so many bytes of shared memory, of all formats and sizes.
+
+    Yields tiles, bits of a row's value, facts of the format, and a label.
+    """
     widths = {torch.bfloat16: 16, torch.float8_e4m3fn: 8, torch.int8: 8, torch.float32: 32}
     for dtype, bits in widths.items():
         kinds = [(0, False)] + ([(4, False), (8, True), (8, False)] if dtype == torch.bfloat16 else [])
         for (weight_bits, fp8), gated, rows in itertools.product(kinds, (True, False), (4, 16, 32, 64, 128, 256)):
             facts = {"gated": gated, "weight_bits": weight_bits, "fp8_weights": fp8}
             tiles = default_table(dtype, shared_kib=shared // 1024, **facts).choose(rows)
-            fitted = fit_stages(
-                tiles,
-                device.shared_bytes,
-                bits,
-                weight_bits or bits,
-                gated=gated,
-                paired=weight_bits > 0 and not fp8,
-                warp_groups=device.warp_groups,
-            )
-            assert fitted == tiles, (dtype, facts, rows)
+            yield tiles, bits, facts, (dtype, facts, rows)
+
+
+@pytest.mark.parametrize(("capability", "shared"), [((8, 0), 166912), ((8, 9), 101376), ((12, 0), 101376)])
+def test_default_tiles_fit_smaller_gpus_as_they_are(capability: tuple[int, int], shared: int) -> None:
+    """No default tile of another GPU than Hopper's and Blackwell's loses a stage."""
+    device = dataclasses.replace(Device.of(torch.device("cpu")), capability=capability, shared_bytes=shared)
+    for tiles, bits, facts, label in default_tiles(shared):
+        gated, weight_bits, fp8 = facts.values()
+        fitted = fit_stages(
+            tiles,
+            device.shared_bytes,
+            bits,
+            weight_bits or bits,
+            gated=gated,
+            paired=weight_bits > 0 and not fp8,
+            warp_groups=device.warp_groups,
+        )
+        assert fitted == tiles, label
 
 
 @pytest.mark.parametrize("shared", [65536, 163840])
 def test_default_tiles_fit_amd_gpus(shared: int) -> None:
     """At least with fewer stages; weights are decoded one by one there, and packed ones pass through shared memory."""
-    widths = {torch.bfloat16: 16, torch.float8_e4m3fn: 8, torch.int8: 8, torch.float32: 32}
-    for dtype, bits in widths.items():
-        kinds = [(0, False)] + ([(4, False), (8, True), (8, False)] if dtype == torch.bfloat16 else [])
-        for (weight_bits, fp8), gated, rows in itertools.product(kinds, (True, False), (4, 16, 32, 64, 128, 256)):
-            facts = {"gated": gated, "weight_bits": weight_bits, "fp8_weights": fp8}
-            tiles = default_table(dtype, shared_kib=shared // 1024, **facts).choose(rows)
-            decoding = {"rearranged": weight_bits == 4, "warp_groups": False}
-            fitted = fit_stages(tiles, shared, bits, weight_bits or bits, gated=gated, **decoding)
-            assert fitted.first.num_stages >= 2, (dtype, facts, rows)
-            assert fitted.second.num_stages >= 2, (dtype, facts, rows)
+    for tiles, bits, facts, label in default_tiles(shared):
+        gated, weight_bits, _ = facts.values()
+        decoding = {"rearranged": weight_bits == 4, "warp_groups": False}
+        fitted = fit_stages(tiles, shared, bits, weight_bits or bits, gated=gated, **decoding)
+        assert fitted.first.num_stages >= 2, label
+        assert fitted.second.num_stages >= 2, label
 
 
 def test_a_table_that_does_not_fit_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
