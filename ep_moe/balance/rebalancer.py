@@ -157,7 +157,7 @@ class Rebalancer:
         self._planner = concurrent.futures.ThreadPoolExecutor(1, "ep_moe-plan") if group.rank == 0 else None
         self._status = RebalanceStatus()
         self._work: Callable[[], bool] | None = None  # polled in each step until all ranks have said that it is done
-        self._then: Callable[[], None] = self._end
+        self._then: Callable[[], None] | None = None
         self._tick, self._requested = 0, False
         self._pieces = collections.deque[Piece]()
         self._given: list[Piece] | None = None  # by `request`
@@ -286,6 +286,7 @@ class Rebalancer:
             if place == 0:
                 self._votes.cast(ready)
             elif place == _STEPS_PER_VOTE - 1 and self._votes.read():
+                assert self._then is not None
                 self._then()
         except PeerLostError as error:
             self._fail(str(error))
@@ -303,7 +304,8 @@ class Rebalancer:
         Every rank calls it after the same `step`. Local, host sync."""
         if self._destroyed:
             return
-        self._destroyed, self._work, self._requested = True, None, False
+        # methods in attributes keep this object, and with it the layers' weights, until garbage is collected
+        self._destroyed, self._work, self._then, self._requested = True, None, None, False
         if self._planner is not None:
             self._planner.shutdown()
             sys.setswitchinterval(self._switch_secs)

@@ -57,10 +57,5 @@ class Votes:
 
     def _ask(self, verb: str, *arguments: Any) -> Any:
         self._group.check()
-        try:
+        with self._group.explained():
             return getattr(self._store, verb)(*arguments)
-        except RuntimeError as error:
-            cause = self._group.explain(error)
-            if cause is error:
-                raise
-            raise cause from error

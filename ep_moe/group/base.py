@@ -233,6 +233,10 @@ class EPGroup:
         """
         return error if self._waits is None else self._waits.explain(error)
 
+    def explained(self) -> contextlib.AbstractContextManager[None]:
+        """In the block, an error that a lost rank caused is raised as the PeerLostError of `explain`. Local."""
+        return contextlib.nullcontext() if self._waits is None else self._waits.explained()
+
     def check(self) -> None:
         """Raise PeerLostError if the group has failed, RuntimeError if it is destroyed. Local, no sync."""
         self.check_open()

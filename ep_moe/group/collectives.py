@@ -23,13 +23,8 @@ def begin(group: EPGroup, start: Callable[[], dist.Work]) -> dist.Work:
     the wait. Collective, no wait.
     """
     group.check()
-    try:
+    with group.explained():
         return start()
-    except RuntimeError as error:
-        cause = group.explain(error)
-        if cause is error:
-            raise
-        raise cause from error
 
 
 def begin_all_to_all(

@@ -37,25 +37,17 @@ class Waits:
 
     def wait(self, work: "dist.Work | torch.cuda.Event", phase: str, round: int) -> None:  # noqa: A002
         """Wait on the host until an operation that needs the other ranks is complete, as `EPGroup.wait`."""
-        with self._watch.waiting(phase, round, round):
-            try:
-                self.check()
-                if isinstance(work, torch.cuda.Event):
-                    self._poll_device(work.query, phase, round)
-                elif self._backend == "gloo":
-                    start = time.perf_counter()
-                    self._wait_on_host(work, phase, round)
-                    self.waited_secs += time.perf_counter() - start
-                else:
-                    self._poll_device(work.is_completed, phase, round)
-                    work.wait()  # orders the current stream behind the operation and raises what NCCL found
-            except PeerLostError:
-                raise
-            except RuntimeError as error:
-                lost = self._watch.explain(error, phase, round)
-                if lost is None:
-                    raise
-                raise lost from error
+        with self._watch.waiting(phase, round, round), self.explained():
+            self.check()
+            if isinstance(work, torch.cuda.Event):
+                self._poll_device(work.query, phase, round)
+            elif self._backend == "gloo":
+                start = time.perf_counter()
+                self._wait_on_host(work, phase, round)
+                self.waited_secs += time.perf_counter() - start
+            else:
+                self._poll_device(work.is_completed, phase, round)
+                work.wait()  # orders the current stream behind the operation and raises what NCCL found
 
     @contextlib.contextmanager
     def guard(self, phase: str, round: int | None, count: int) -> Iterator[None]:  # noqa: A002
@@ -65,21 +57,13 @@ class Waits:
             round: for the message, None if the caller does not count rounds.
             count: number of this guard in its phase, which ranks compare to find the one that is behind.
         """
-        with self._watch.waiting(phase, round, count):
-            try:
-                self.check()
-                yield
-                if self._device.type == "cuda":
-                    event = torch.cuda.Event()
-                    event.record(torch.cuda.current_stream(self._device))
-                    self._poll_device(event.query, phase, None)
-            except PeerLostError:
-                raise
-            except Exception as error:
-                lost = self.explain(error)
-                if lost is error:
-                    raise
-                raise lost from error
+        with self._watch.waiting(phase, round, count), self.explained():
+            self.check()
+            yield
+            if self._device.type == "cuda":
+                event = torch.cuda.Event()
+                event.record(torch.cuda.current_stream(self._device))
+                self._poll_device(event.query, phase, None)
 
     def wait_for_all(self, phase: str, count: int) -> None:
         """Wait until the heartbeats of all ranks have reached `count` of `phase`, as `EPGroup.wait_for_all`."""
@@ -103,6 +87,20 @@ class Waits:
         if not isinstance(error, RuntimeError) and not (self._backend == "nccl" and self._watch.lost()):
             return error
         return self._watch.explain(error, *self._watch.where()) or error
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Raise the PeerLostError behind an error of the block, as `EPGroup.explained`."""
+        try:
+            yield
+        except Exception as error:
+            cause = self.explain(error)
+            if cause is error:
+                raise
+            try:
+                raise cause from error
+            finally:
+                del cause  # its traceback has this frame: all that the frames below use would stay until a collection
 
     def check(self) -> None:
         """Raise PeerLostError if the group has failed. Local, no host sync."""

@@ -74,15 +74,24 @@ def follow(channel: RankChannel, member: Member, *, check: Callable[[], None] = 
                 assert member.rows is not None
                 channel.answer(epoch, member.rows.run(order[1]))
         except Exception as error:
-            cause = member.group.latest.explain(error)
-            if isinstance(cause, PeerLostError) and member.regroups and not channel.is_gone:
-                there = cause.reason.startswith(STILL_THERE)
-                channel.answer(epoch, Lost(seats=cause.seats, text=str(cause), still_there=there))
-                waits = True
-            elif cause is error:
+            if not _report_loss(channel, epoch, member, error):
                 raise
-            else:
-                raise cause from error
+            waits = True
+
+
+def _report_loss(channel: RankChannel, epoch: int, member: Member, error: Exception) -> bool:
+    """Tell the front end that an error is the loss of a rank, if this one can go on without it; False if it cannot.
+
+    Errors: the loss behind an error, if there is one and this rank cannot go on.
+    """
+    cause = member.group.latest.explain(error)  # kept nowhere: its traceback has the frames of the pass that failed
+    if isinstance(cause, PeerLostError) and member.regroups and not channel.is_gone:
+        there = cause.reason.startswith(STILL_THERE)
+        channel.answer(epoch, Lost(seats=cause.seats, text=str(cause), still_there=there))
+        return True
+    if cause is not error:
+        raise cause from error
+    return False
 
 
 def _next(channel: RankChannel, check: Callable[[], None], group: EPGroup | None = None) -> tuple[int, Any] | None:

@@ -3,6 +3,7 @@
 `EP_MOE_CHAOS_SECS` is how long faults follow each other, `EP_MOE_CHAOS_SEED` their order.
 """
 
+import contextlib
 import http.client
 import itertools
 import json
@@ -83,8 +84,13 @@ def lost(server: Server) -> dict[str, str]:
     return server.client.get("/../health", cast_to=dict[str, Any]).get("lost", {})
 
 
-def descriptors(process: int) -> int:
-    return len(list(Path(f"/proc/{process}/fd").iterdir()))
+def descriptors(process: int) -> dict[str, str]:
+    """What each open descriptor of a process is."""
+    found = {}
+    for path in Path(f"/proc/{process}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            found[path.name] = str(path.readlink())
+    return found
 
 
 class Chaos:
@@ -227,8 +233,8 @@ def test_every_stream_has_its_text_whatever_happens_to_ranks(tmp_path: Path, mon
         assert texts_of(server) == expected
         assert len(ranks_of(server.process.pid, server.mark)) == 1 + NUM_RANKS
         deadline = time.monotonic() + 10  # the launcher forgets a process some seconds after its end
-        while descriptors(server.process.pid) > before + 2:
-            assert time.monotonic() < deadline, descriptors(server.process.pid)
+        while len(left := descriptors(server.process.pid)) > len(before) + 2:
+            assert time.monotonic() < deadline, sorted(left.items() - before.items())
             time.sleep(0.2)
         server.process.terminate()
         assert server.ended()[::2] == (143, [])

@@ -182,14 +182,11 @@ class DeepEPTransport(HostSyncTransport[_Round]):
         """Call DeepEP: name the rank that is lost if it fails for that, else tell the others of an error here."""
         self._group.check()
         try:
-            with self._group.waiting(phase, round_):
+            with self._group.waiting(phase, round_), self._group.explained():
                 yield
         except (PeerLostError, ValueError):  # a ValueError is of sizes, which are the same on all ranks
             raise
         except Exception as error:
-            cause = self._group.explain(error)
-            if cause is not error:
-                raise cause from error
             self._group.report_failure(error)
             raise
 

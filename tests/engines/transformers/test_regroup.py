@@ -1,6 +1,7 @@
 """A model and its sequences go on after ranks are lost, and with new ones, as if nothing had happened."""
 
 import dataclasses
+import gc
 import itertools
 import math
 import os
@@ -8,6 +9,7 @@ import re
 import shutil
 import signal
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -129,12 +131,16 @@ class Ranks:
 
     def survive(self, epoch: int, seats: tuple[int, ...], again: Callable[[], None] | None = None) -> None:
         """Lose a rank in the next plan, regroup, and run that plan again."""
-        plan = next(self.steps)
+        plan, session = next(self.steps), self.session
+        gc.disable()  # memory of the old layers is free at once
+        old = [weakref.ref(each) for each in (session.layers[0], session.transport, session.rebalancer) if each]
         with pytest.raises(PeerLostError):
             tokens_of(self.rows, passes(self.group, plan))
         start = time.monotonic()
         self.join(epoch, seats)
         self.secs.append(time.monotonic() - start)
+        assert [each() for each in old] == [None] * len(old)
+        gc.enable()
         self.made += tokens_of(self.rows, passes(self.group, plan))
 
     def join(self, epoch: int, seats: tuple[int, ...]) -> None:
@@ -307,6 +313,7 @@ def lose_copies(group: EPGroup, engine: EngineConfig, folder: Path) -> tuple[Any
     while not moving.status.moved_experts:
         session.end_pass()
     assert moving.is_active
+    del moving
     if rank.group.seat == 0:
         kill_in_pass(rank.rows, 1)
     rank.survive(2, (1, 3))
