@@ -107,10 +107,11 @@ class RankChannel:
         alive_secs: how often another thread says that the process runs.
     Attributes:
         is_gone: whether `receive` has raised an error of the store or its bytes: no order follows.
+        fails: set it once this process is to end by an error: it no longer says that it runs.
     """
 
     def __init__(self, place: StorePlace, seat: int, alive_secs: float) -> None:
-        self.is_gone = False
+        self.is_gone, self.fails = False, False
         self._seat, self._process = seat, os.getpid()
         self._found: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._outbox = place.connect(_NAME)
@@ -120,7 +121,7 @@ class RankChannel:
 
     def _keep_saying(self, outbox: Any, secs: float) -> None:
         with contextlib.suppress(RuntimeError):  # the launcher has gone
-            while True:
+            while not self.fails:
                 time.sleep(secs)
                 outbox.queue_push(_ANSWERS, self._message(0, Alive()))
 

@@ -74,23 +74,29 @@ def follow(channel: RankChannel, member: Member, *, check: Callable[[], None] = 
                 assert member.rows is not None
                 channel.answer(epoch, member.rows.run(order[1]))
         except Exception as error:
-            if not _report_loss(channel, epoch, member, error):
+            if not _report(channel, epoch, member, error):
                 raise
             waits = True
 
 
-def _report_loss(channel: RankChannel, epoch: int, member: Member, error: Exception) -> bool:
-    """Tell the front end that an error is the loss of a rank, if this one can go on without it; False if it cannot.
+def _report(channel: RankChannel, epoch: int, member: Member, error: Exception) -> bool:
+    """Tell the front end of a lost rank, which may be this one; False if this one cannot go on.
 
     Errors: the loss behind an error, if there is one and this rank cannot go on.
     """
     cause = member.group.latest.explain(error)  # kept nowhere: its traceback has the frames of the pass that failed
-    if isinstance(cause, PeerLostError) and member.regroups and not channel.is_gone:
+    can_report = member.regroups and not channel.is_gone
+    if isinstance(cause, PeerLostError) and can_report:
         there = cause.reason.startswith(STILL_THERE)
         channel.answer(epoch, Lost(seats=cause.seats, text=str(cause), still_there=there))
         return True
+    channel.fails = True
     if cause is not error:
         raise cause from error
+    if can_report:  # now: a process without memory may never end, and is killed then
+        seat = member.group.latest.seat
+        text = f"rank {seat} failed: {type(error).__name__}: {error}"
+        channel.answer(epoch, Lost(seats=(seat,), text=text, still_there=False))
     return False
 
 

@@ -9,11 +9,12 @@ import os
 import resource
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-KINDS = ("kill", "stop", "raise", "memory")
+KINDS = ("kill", "stop", "raise", "hang", "memory")  # hang: an error, behind which the rank does not end
 PHASES = ("prefill", "decode", "moving", "joining", "healing")
 FOLDER = "EP_MOE_TEST_FAULTS"
 
@@ -44,7 +45,11 @@ class Faults:
         if kind == "memory":
             resource.setrlimit(resource.RLIMIT_AS, (1, resource.RLIM_INFINITY))  # what it has stays
             bytearray(2**28)
-        if kind == "raise":
+        if kind == "hang":
+            from ep_moe.group import EPGroup
+
+            EPGroup.destroy = lambda group: time.sleep(1000)  # type: ignore[method-assign]
+        if kind in ("raise", "hang"):
             raise KeyError("a fault of the test")
         os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[kind])
 

@@ -1,4 +1,5 @@
-"""Faults in the ranks of a server, of every kind in every phase: each stream has the text of an undisturbed run.
+"""Faults in the ranks of a server, of every kind in every phase, while ranks leave and come: each stream has the text
+of an undisturbed run.
 
 `EP_MOE_CHAOS_SECS` is how long faults follow each other, `EP_MOE_CHAOS_SEED` their order.
 """
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from faulty import FOLDER, KINDS, PHASES
 from helpers.processes import is_running, ranks_of, wait_until_gone
@@ -27,6 +29,7 @@ from ep_moe.app.start import SHIPPED_MODEL
 SECS, SEED = float(os.environ.get("EP_MOE_CHAOS_SECS", "20")), int(os.environ.get("EP_MOE_CHAOS_SEED", "0"))
 NUM_STREAMS, NUM_RANKS = 16, 4
 TIMEOUT_SECS = 3.0
+FAULTY = Path(__file__).with_name("faulty.py")
 PROMPT = "In the beginning God created the heaven and the earth. And the earth was without form, and void; "
 PHASE_SECS = 8.0  # for a rank to reach the step of its fault
 FOUND_SECS = 120.0  # for ranks to come back, on a busy machine
@@ -94,10 +97,15 @@ def descriptors(process: int) -> dict[str, str]:
 
 
 class Chaos:
-    """Faults, one after another, in a server's ranks."""
+    """Faults, one after another, in a server's ranks.
+
+    Attributes:
+        scaled: how often a rank was to leave or to come.
+    """
 
     def __init__(self, server: Server, folder: Path) -> None:
         self._server, self._folder, self._chance = server, folder, random.Random(SEED)
+        self.scaled = 0
         self._faulty: set[int] = set()  # processes that have had one
         self._stopped: list[tuple[float, int]] = []  # when they continue
 
@@ -118,9 +126,20 @@ class Chaos:
                 time.sleep(0.1)
             if time.monotonic() >= until:
                 return
+            if self._chance.random() < 0.5:  # the fault comes while a rank leaves or comes
+                self.scale(NUM_RANKS - self._chance.randint(0, 1))
             self._strike(kind, phase)
             time.sleep(self._chance.random())
             self.resume()
+
+    def scale(self, num_ranks: int) -> bool:
+        """Have so many ranks serve; False if ranks regroup just now."""
+        try:
+            self._server.ranks(num_ranks=num_ranks)
+        except openai.ConflictError:
+            return False
+        self.scaled += 1
+        return True
 
     def _strike(self, kind: str, phase: str) -> None:
         """Have a fault in a rank; in one that heals, by the death of another."""
@@ -177,15 +196,18 @@ def test_a_checkpoint_and_restarts_that_are_gone_end_the_server(tmp_path: Path) 
         assert (code, left) == (1, [])
 
 
-def test_a_single_rank_that_is_stopped_is_replaced(tmp_path: Path) -> None:
-    with started(tmp_path, "--nproc", "1", "--timeout-secs", str(TIMEOUT_SECS)) as server:
+@pytest.mark.parametrize("kind", ["stop", "hang"])
+def test_a_single_rank_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    options = "--nproc", "1", "--timeout-secs", str(TIMEOUT_SECS)
+    with started(tmp_path, *options, program=FAULTY) as server:
         expected, found = ask(server, 1, []), list[str]()
         thread = threading.Thread(target=lambda: found.append(ask(server, 1, [])))
         thread.start()
         while not server.running():
             time.sleep(0.02)
         rank = ranks_of(server.process.pid, server.mark)[1]
-        os.kill(rank, signal.SIGSTOP)
+        (tmp_path / str(rank)).write_text(f"{kind} decode 1")
         thread.join()
         assert found == [expected]
         assert wait_until_gone([rank], 10) == []
@@ -198,7 +220,7 @@ def test_every_stream_has_its_text_whatever_happens_to_ranks(tmp_path: Path, mon
     options = ["--nproc", str(NUM_RANKS), "--max-rows", "4", "--timeout-secs", str(TIMEOUT_SECS), "--restarts", "1000"]
     options += ["--rebalance", "every:8", "--rebalance-min-gain", "0", "--max-tokens-per-rank", "128"]
     shared = sorted(Path("/dev/shm").iterdir())
-    with started(tmp_path, *options, program=Path(__file__).with_name("faulty.py")) as server:
+    with started(tmp_path, *options, program=FAULTY) as server:
         expected, ended, rounds = texts_of(server), threading.Event(), itertools.count()
         pauses: list[float] = []
         wrong: list[tuple[str, str]] = []
@@ -222,14 +244,17 @@ def test_every_stream_has_its_text_whatever_happens_to_ranks(tmp_path: Path, mon
             thread.join()
         print(*(line for line in server.errors if "serving.access" not in line), sep="\n")
         hits = (tmp_path / "hits").read_text().splitlines()
-        print(f"{next(rounds)} streams, {len(hits)} faults {hits}, longest pause {max(pauses):.1f} s")
+        print(
+            f"{next(rounds)} streams, {len(hits)} faults {hits}, {chaos.scaled} times scaled, pauses {max(pauses):.1f} s"
+        )
         assert not wrong
         assert chaos.left() == []
         chaos.resume(all_of_them=True)
         deadline = time.monotonic() + FOUND_SECS
-        while lost(server):
+        while lost(server) or not chaos.scale(NUM_RANKS):
             assert time.monotonic() < deadline, lost(server)
             time.sleep(0.2)
+        server.wait_for_ranks(*["serving"] * NUM_RANKS)
         assert texts_of(server) == expected
         assert len(ranks_of(server.process.pid, server.mark)) == 1 + NUM_RANKS
         deadline = time.monotonic() + 10  # the launcher forgets a process some seconds after its end
