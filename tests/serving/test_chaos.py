@@ -244,9 +244,8 @@ def test_every_stream_has_its_text_whatever_happens_to_ranks(tmp_path: Path, mon
             thread.join()
         print(*(line for line in server.errors if "serving.access" not in line), sep="\n")
         hits = (tmp_path / "hits").read_text().splitlines()
-        print(
-            f"{next(rounds)} streams, {len(hits)} faults {hits}, {chaos.scaled} times scaled, pauses {max(pauses):.1f} s"
-        )
+        count, worst = next(rounds), max(pauses)
+        print(f"{count} streams, {len(hits)} faults {hits}, scaled {chaos.scaled} times, longest pause {worst:.1f} s")
         assert not wrong
         assert chaos.left() == []
         chaos.resume(all_of_them=True)
