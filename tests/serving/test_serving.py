@@ -1145,7 +1145,6 @@ def test_the_dashboard_asks_for_metrics_that_there_are(tokenizer: Any) -> None:
     assert shown - asked == set()
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
 def test_experts_that_move_take_their_tokens_along(tokenizer: Any) -> None:
     """Tokens count for the ranks that had the experts when they came, and the metrics have what ranks report."""
     limits = dataclasses.replace(LIMITS, num_ranks=2, placements=(Placement((0, 1, 2, 3), (0, 2, 4)),))
@@ -1270,6 +1269,7 @@ def test_owners_of_experts_are_ranks_of_the_launch() -> None:
     assert leader.recent_rank_load == [[4.0, 4.0]]
 
 
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
 def test_the_live_page_shows_the_metrics(tokenizer: Any, tmp_path: Path) -> None:
     """16 streams that stand still while headless Chromium runs the page."""
     gate = threading.Event()
