@@ -219,7 +219,7 @@ def test_every_stream_has_its_text_whatever_happens_to_ranks(tmp_path: Path, mon
     monkeypatch.setenv(FOLDER, str(tmp_path))
     options = ["--nproc", str(NUM_RANKS), "--max-rows", "4", "--timeout-secs", str(TIMEOUT_SECS), "--restarts", "1000"]
     options += ["--rebalance", "every:8", "--rebalance-min-gain", "0", "--max-tokens-per-rank", "128"]
-    shared = sorted(Path("/dev/shm").iterdir())
+    shared = {*Path("/dev/shm").iterdir()}
     with started(tmp_path, *options, program=FAULTY) as server:
         expected, ended, rounds = texts_of(server), threading.Event(), itertools.count()
         pauses: list[float] = []
@@ -263,5 +263,5 @@ def test_every_stream_has_its_text_whatever_happens_to_ranks(tmp_path: Path, mon
             time.sleep(0.2)
         server.process.terminate()
         assert server.ended()[::2] == (143, [])
-    assert sorted(Path("/dev/shm").iterdir()) == shared
+    assert {*Path("/dev/shm").iterdir()} <= shared
     assert len(hits) >= SECS / 8
