@@ -6,10 +6,13 @@ rank maps, for Triton's interpreter. Letters: R ranks.
 
 import contextlib
 import os
+import time
 import uuid
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ep_moe.environment import shares_gpus, switch_on
 from ep_moe.group.base import EPGroup
@@ -63,6 +66,69 @@ def _why_not(group: EPGroup, rank: int, node: int, theirs: str, *, mine: str, vi
     return ""
 
 
+class _Rendezvous(dist.Store):
+    """The keys of one rendezvous of torch's symmetric memory; waits for them end when the group fails.
+
+    torch numbers its exchanges by those that the process has made so far (`StoreExchange` in
+    torch/csrc/distributed/c10d/symm_mem), of which a rank that has joined later has made fewer. Here each rank's first
+    number is 0.
+
+    Errors: PeerLostError; RuntimeError after the group's timeout.
+    """
+
+    def __init__(self, group: EPGroup) -> None:
+        super().__init__()
+        self._group, self._store = group, group.connect_store()
+        self._numbers: dict[str, str] = {}
+
+    def _own(self, key: str) -> str:
+        parts = key.split("/")  # "CUDASymmetricMemory", the number, for some keys a rank
+        place = next((place for place, part in enumerate(parts) if part.isdigit()), None)
+        if place is not None:
+            parts[place] = self._numbers.setdefault(parts[place], str(len(self._numbers)))
+        return "/".join(parts)
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # torch's stub has str
+        self._store.set(self._own(key), value)
+
+    def add(self, key: str, value: int) -> int:
+        found: int = self._store.add(self._own(key), value)
+        return found
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        self.wait(keys)
+        return [self._store.get(self._own(key)) for key in keys]
+
+    def check(self, keys: Sequence[str]) -> bool:  # type: ignore[override]  # torch's stub lacks it
+        found: bool = self._store.check([self._own(key) for key in keys])
+        return found
+
+    def wait(self, keys: Sequence[str], timeout: Any = None) -> None:  # type: ignore[override]
+        del timeout  # torch's own
+        deadline = time.monotonic() + self._group.config.timeout_secs
+        while not self.check(keys):
+            self._group.check()
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"a rank has not mapped memory within {self._group.config.timeout_secs} s")
+            time.sleep(1e-4)
+
+
+@contextlib.contextmanager
+def _registered(group: EPGroup) -> Iterator[str]:
+    """The name of a process group of these ranks for one rendezvous, with its own keys. Collective, no wait."""
+    name, store = f"ep_moe/{uuid.uuid4().hex}", _Rendezvous(group)
+    process_group = dist.ProcessGroup(store, group.rank, group.num_ranks)
+    torch._C._distributed_c10d._register_process_group(name, process_group)
+    try:
+        with group.explained():
+            yield name
+    finally:
+        torch._C._distributed_c10d._unregister_process_group(name)
+
+
 class SymmetricBuffer:
     """A zero-initialized buffer of the same size on every rank of a group, mapped by all of them.
 
@@ -83,9 +149,9 @@ class SymmetricBuffer:
 
             if shares_gpus():
                 switch_on("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES")
-            with torch.cuda.device(group.device):
+            with torch.cuda.device(group.device), _registered(group) as name:
                 self.local = _symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=group.device)
-                handle = _symmetric_memory.rendezvous(self.local, group.process_group)
+                handle = _symmetric_memory.rendezvous(self.local, name)
             self._mapped, self.addresses = handle, tuple(handle.buffer_ptrs)
             self.local.zero_()
             torch.cuda.synchronize(group.device)
