@@ -102,11 +102,11 @@ class _Rendezvous(dist.Store):
         self.wait(keys)
         return [self._store.get(self._own(key)) for key in keys]
 
-    def check(self, keys: Sequence[str]) -> bool:  # type: ignore[override]  # torch's stub lacks it
+    def check(self, keys: Sequence[str]) -> bool:
         found: bool = self._store.check([self._own(key) for key in keys])
         return found
 
-    def wait(self, keys: Sequence[str], timeout: Any = None) -> None:  # type: ignore[override]
+    def wait(self, keys: Sequence[str], timeout: Any = None) -> None:
         del timeout  # torch's own
         deadline = time.monotonic() + self._group.config.timeout_secs
         while not self.check(keys):
@@ -117,9 +117,10 @@ class _Rendezvous(dist.Store):
 
 
 @contextlib.contextmanager
-def _registered(group: EPGroup) -> Iterator[str]:
+def _registered(group: EPGroup) -> Iterator[Any]:
     """The name of a process group of these ranks for one rendezvous, with its own keys. Collective, no wait."""
-    name, store = f"ep_moe/{uuid.uuid4().hex}", _Rendezvous(group)
+    name: Any = f"ep_moe/{uuid.uuid4().hex}"
+    store = _Rendezvous(group)
     process_group = dist.ProcessGroup(store, group.rank, group.num_ranks)
     torch._C._distributed_c10d._register_process_group(name, process_group)
     try:

@@ -4,12 +4,14 @@ import ctypes
 import errno
 import os
 import stat
+import threading
 import types
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from ep_moe.group import EPGroup, symmetric
+from ep_moe.group import EPGroup, PeerLostError, symmetric
 from ep_moe.group.symmetric import SHARED_FOLDER, SymmetricBuffer, why_unreachable
 from nvlink.common import on_ranks
 
@@ -96,3 +98,40 @@ def test_no_room_is_told_on_every_rank() -> None:
     words = f"{SHARED_FOLDER} has no room for 3072 bytes on rank 1: [Errno {errno.ENOSPC}] No space left on device"
     assert told == [(words, 3)] * 3
     assert left_behind(name) == []
+
+
+def test_a_rank_that_joins_later_meets_the_others() -> None:
+    """torch's exchanges, as symmetric memory makes them on GPUs: numbered from 17 on one rank, from 3 on the other."""
+    keys, found = dist.HashStore(), dict[int, list[bytes]]()
+    group = types.SimpleNamespace(
+        connect_store=lambda: keys, check=lambda: None, config=types.SimpleNamespace(timeout_secs=20.0)
+    )
+
+    def exchange(rank: int, number: int) -> None:
+        python = symmetric._Rendezvous(group)  # type: ignore[arg-type]
+        store = dist.PrefixStore("torch", python)  # calls it from C++
+        store.set(f"Memory/{number}/{rank}", f"of {rank}")
+        store.wait([f"Memory/{number}/{1 - rank}"])
+        found[rank] = [store.get(f"Memory/{number}/{each}") for each in range(2)]
+        assert store.multi_get([f"Memory/{number}/{each}" for each in range(2)]) == found[rank]
+        store.set(f"Memory/{number + 1}/{rank}", "")
+        store.wait([f"Memory/{number + 1}/{1 - rank}"])
+
+    threads = [threading.Thread(target=exchange, args=args) for args in ((0, 17), (1, 3))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {rank: [b"of 0", b"of 1"] for rank in range(2)}
+
+
+def test_a_rendezvous_ends_when_a_rank_is_lost() -> None:
+    def check() -> None:
+        raise PeerLostError((1,), "connect", 0, "was killed")
+
+    group = types.SimpleNamespace(
+        connect_store=dist.HashStore, check=check, config=types.SimpleNamespace(timeout_secs=20.0)
+    )
+    python = symmetric._Rendezvous(group)  # type: ignore[arg-type]
+    with pytest.raises(PeerLostError, match="rank 1 was killed"):
+        dist.PrefixStore("torch", python).wait(["Memory/1/1"])

@@ -147,6 +147,7 @@ class PeerMemory:
         self._urgent[0] = 0
         self.abort.zero_()
 
+    @torch.inference_mode()  # which alone may write tensors that were made in it
     def end_waits(self, suspects: Sequence[int]) -> None:
         """End all waits of this rank, for these suspects. Local; no CUDA call, which could block on them."""
         self._urgent[0] = host_abort(tuple(suspects))
