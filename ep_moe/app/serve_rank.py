@@ -83,8 +83,8 @@ class _Member(Member):
         self.grammars, self.no_grammars = _grammars(self._tokenizer, self.vocab_size, self.end_ids)
 
     def make_rows(self) -> RowDecoder:
-        """The rows of this rank. Collective."""
-        self.rows: RowDecoder = RowDecoder(
+        """The rows of this rank, for `regroup` if it has yet to join others. Collective, but for such a rank."""
+        self._rows = RowDecoder(
             self.model,
             num_rows=self._config.max_rows,
             num_positions=self.num_positions,
@@ -93,7 +93,9 @@ class _Member(Member):
             grammars=self.grammars,
             prefix_rows=self._config.prefix_rows,
         )
-        return self.rows
+        if not self.group.standby:
+            self.rows = self._rows
+        return self._rows
 
     def hand_over(self, leaving: tuple[int, ...]) -> None:
         """See `Member`."""
@@ -106,11 +108,8 @@ class _Member(Member):
         times.append(time.perf_counter())
         self.session.regroup(self.group)
         times.append(time.perf_counter())
-        forgotten: tuple[int, ...] = ()
-        if self.rows is None:
-            self.make_rows()
-        else:
-            forgotten = self.rows.regroup()
+        forgotten = self._rows.regroup()
+        self.rows = self._rows
         start_rebalancing(self.session, self._rebalance)
         times.append(time.perf_counter())
         if self.group.rank == 0:
@@ -155,6 +154,8 @@ def _serve(
             no_grammars=no_grammars,
             prefix_blocks=rows.prefix_blocks,
         )
+    else:
+        member.make_rows()
     channel.answer(0, Ready(limits=limits))
     follow(channel, member, check=check)
     member.session.destroy()

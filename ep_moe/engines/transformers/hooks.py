@@ -326,10 +326,11 @@ class ShardedExperts:
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Compute this rank's tokens [T, H], ids [T, K] logical. Collective."""
-        session, layer = self._session, self.layer
+        session = self._session
         self.called = True
         if session.decode_experts is not None:
             return session.decode_experts(self._index, hidden_states, top_k_index, top_k_weights)
+        layer = self.layer
         if session.idle:
             layer.forward_routed(hidden_states[:0], top_k_index[:0], top_k_weights[:0].float())
             return torch.zeros_like(hidden_states)

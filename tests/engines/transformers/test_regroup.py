@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.decoding import sharded_model
+from helpers.decoding import MODELS, sharded_model
 from helpers.lost import record, recorded
+from helpers.small_models import make_model
 
 from ep_moe.app.session import load_expert_parallel, load_tokenizer
 from ep_moe.app.start import SHIPPED_MODEL
@@ -429,3 +430,25 @@ def test_a_window_that_was_overwritten_ends_its_row() -> None:
         else:
             made[0] += rows.run(passes_).tokens
     assert [step[0] for step in made[0]] == [step[0] for step in made[1]]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_that_were_made_before_the_experts(name: str, tmp_path: Path) -> None:
+    """On a rank that joins later, beside those of a rank that has all experts from the start."""
+    make_model(**MODELS[name]).save_pretrained(tmp_path)
+    prompts = ((5, 6, 7), (9, 8, 7, 6, 5))
+    starts = tuple(RowStart(row=row, prompt=prompt, max_new_tokens=8) for row, prompt in enumerate(prompts))
+    first = RowsPlan(ended=((),), starts=(starts,), chunks=(((0, 3), (1, 5)),))
+    passes_ = RowsPlan(ended=((),), starts=((),), passes=6, shapes=(pass_shape(2, CAPACITY, False),))
+    made = []
+    for later in (False, True):
+        group = EPGroup.single("cpu")
+        group.standby = later
+        model = from_pretrained(tmp_path, group, dtype=torch.float32)
+        rows = RowDecoder(model, num_rows=2, num_positions=CAPACITY, end_ids=(), graphs=False)
+        if later:
+            model.ep_moe.regroup(EPGroup.single("cpu"))
+            assert rows.regroup() == ()
+        made.append([rows.run(first).tokens, *(rows.run(passes_).tokens for _ in range(2))])
+        assert int(model.ep_moe.expert_load.sum()) > 0
+    assert made[0] == made[1]

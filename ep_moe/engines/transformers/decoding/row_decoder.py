@@ -29,6 +29,8 @@ from ep_moe.engines.transformers.hooks import Model, Session
 from ep_moe.layer.warmup import row_counts
 from ep_moe.logs import log_step
 
+_FIRST = RowStart(row=0, prompt=(0,), max_new_tokens=2, sampling=Sampling(logprobs=0))  # of a decoder's first passes
+
 
 class _Before(NamedTuple):
     """A plan, and this rank's state on the host before it."""
@@ -54,9 +56,10 @@ class RowDecoder:
 
     Attributes:
         prefix_blocks: blocks of `BLOCK` tokens that the prefix cache holds, 0 for none.
-    It takes the place of the model's decoder, whose memory is freed: a `RowDecoder` before it ends.
+    It takes the place of the model's decoder, whose memory is freed: a `RowDecoder` before it ends. On a rank that has
+    yet to join others it is ready after `regroup`.
     Errors: ValueError for too many end_ids; RuntimeError for a model that computes NaN; those of a lack of memory, at
-    once. Collective.
+    once. Collective, but for a rank that has yet to join others.
     """
 
     def __init__(
@@ -91,20 +94,30 @@ class RowDecoder:
             prefix_rows = 0
         self.prefix_blocks = prefix_rows * capacity // BLOCK
         self._decoder.prepare(num_rows, num_positions, sampled=True, more_rows=prefix_rows)
-        self._decoder.make_transport(model, num_rows)
-        self._decoder.sequences.end_all(end_ids)
         self._decoder.sequences.grammars = grammars
+        self._end_ids, self._has_begun = end_ids, False
+        if session.group.standby:
+            self._decoder.rehearse(model, _FIRST, pass_shape(1, num_positions, False))
+        else:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Make the transport, and allocate and compile by a first prefill and pass. Collective, host sync."""
+        model, session = self._model, self._session
+        self._decoder.make_transport(model, self._num_rows)
+        self._decoder.sequences.end_all(self._end_ids)
         everywhere = session.group.num_ranks
-        first, none = RowStart(row=0, prompt=(0,), max_new_tokens=2, sampling=Sampling(logprobs=0)), ((),) * everywhere
-        with first_not_finite(model) as name:  # allocates and compiles
-            made = self.run(RowsPlan(ended=none, starts=((first,),) * everywhere, chunks=(((0, 1),),) * everywhere))
+        none = ((),) * everywhere
+        with first_not_finite(model) as name:
+            made = self.run(RowsPlan(ended=none, starts=((_FIRST,),) * everywhere, chunks=(((0, 1),),) * everywhere))
         check_finite(torch.tensor(made.tokens, device="cpu"), name)
         vocab_size, device = model.get_input_embeddings().weight.shape[0], session.group.device
         most = min(session.transport.config.max_tokens_per_rank * vocab_size, MOST_PROMPT_LOGITS)
         torch.empty(most, dtype=model.dtype, device=device)  # the allocator keeps it for the logits of prompts
-        shapes = (pass_shape(1, num_positions, False),) * everywhere  # as of the others' `regroup`
+        shapes = (pass_shape(1, self._num_positions, False),) * everywhere  # as of the others' `regroup`
         self.run(RowsPlan(ended=none, starts=none, passes=1, shapes=shapes))
         session.reset_expert_load()  # of these passes
+        self._has_begun = True
 
     def warmup(self) -> None:
         """Run what plans may ask for, before clients wait: prefills of 1, 2, 4, ... up to M tokens, as one prompt,
@@ -149,10 +162,8 @@ class RowDecoder:
                     )
                 )
 
-    @torch.inference_mode()
     def regroup(self) -> tuple[int, ...]:
-        """Go on in another group, after `Session.regroup`: all ranks call it, a rank that is new to the group makes its
-        `RowDecoder` meanwhile.
+        """Go on in another group, after `Session.regroup`: all ranks call it, those that are new to the group too.
 
         Rows keep their sequences, keys and values. A plan that a lost rank has interrupted on this rank is undone, but
         for the rows that it ended: the same plan, or another one, gives the tokens that it would have given. Graphs are
@@ -162,6 +173,13 @@ class RowDecoder:
             that they still need: their sequences have to start again, with the tokens so far in their prompts.
         Errors: PeerLostError; it may be called again after the next `Session.regroup`. Collective, host sync.
         """
+        if self._has_begun:
+            return self._go_on()
+        self._begin()
+        return ()
+
+    @torch.inference_mode()
+    def _go_on(self) -> tuple[int, ...]:
         decoder, session, forgotten = self._decoder, self._session, self._undo()
         self._captured.clear()
         decoder.make_transport(self._model, self._num_rows)
