@@ -14,7 +14,7 @@ from compile_check.stub import Recorder, compile_only
 
 MEASURED = (90, 100)  # targets whose kernels spill nothing without a case's excuse; of others spills are listed
 MEASURED_TRITON = (3, 7)  # the newest that GPUs ran: another ptxas may divide registers otherwise
-SPILLS = ("spill", "loop_spill", "many_spills")
+BETWEEN_TILES = ("spill", "many_spills")
 TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 
 
@@ -134,7 +134,8 @@ def _run_case(case: Case, recorder: Recorder, by_hash: dict[str, Compiled], orde
 
 
 def _excuse(result: Result, compiled: Compiled, cases: dict[str, Case], arch: Target) -> None:
-    """Split the findings on one kernel into those that a case, or its target, excuses and the others."""
+    """Split the findings on one kernel into those that a case, its target or the Triton excuses, and the others."""
+    measured = arch in MEASURED and TRITON <= MEASURED_TRITON
     for finding in compiled.findings:
         key = (finding.kernel, finding.rule)
         named = dataclasses.replace(finding, kernel=f"{finding.kernel} [{compiled.cases[0]}]")
@@ -142,7 +143,7 @@ def _excuse(result: Result, compiled: Compiled, cases: dict[str, Case], arch: Ta
         if excusing:
             result.excused.append(dataclasses.replace(named, reason=cases[excusing[0]].excuses[key]))
             result.used_excuses += [(name, *key) for name in excusing]
-        elif finding.rule in SPILLS and (arch not in MEASURED or TRITON > MEASURED_TRITON):
+        elif finding.rule in BETWEEN_TILES and not measured or finding.rule == "loop_spill" and arch not in MEASURED:
             reason = f"no tile was measured on {reporting.name_of(arch)} with Triton {triton.__version__}"
             result.excused.append(dataclasses.replace(named, reason=reason))
         else:
