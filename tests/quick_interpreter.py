@@ -45,6 +45,7 @@ def hurry() -> None:
     _name_types_once(interpreter)
     _share_constants()
     _convert_by_shifts_and_tables(interpreter)
+    _spread_booleans(interpreter)
     options = interpreter.interpreter_builder.options  # the overflow checks cost time, and no test reads them
     interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
 
@@ -163,6 +164,19 @@ def _share_constants() -> None:
 
     TritonSemantic.binary_op_type_checking_impl = check_quickly
     TritonSemantic.broadcast_impl_value = broadcast_others
+
+
+def _spread_booleans(interpreter: Any) -> None:
+    """A block of a scalar's comparison is of booleans, not of what was compared: Triton 3.9 takes no other masks."""
+    splat = interpreter.InterpreterBuilder.create_splat
+
+    def splat_booleans(self: Any, kind: Any, value: Any) -> Any:
+        made = splat(self, kind, value)
+        if value.data.dtype == numpy.bool_:
+            made.data = made.data.astype(numpy.bool_)
+        return made
+
+    interpreter.InterpreterBuilder.create_splat = splat_booleans
 
 
 def _convert_by_shifts_and_tables(interpreter: Any) -> None:
