@@ -324,7 +324,7 @@ def eval_command(engine: EngineConfig, config: EvalConfig) -> dict[str, Any]:
 
 
 @app.command("serve", cls=Command, rich_help_panel=_RUNNING)
-@_job(None)
+@_job(None, leave_out=())
 def serve_command(engine: EngineConfig, config: ServeConfig, rebalance: RebalanceConfig) -> dict[str, Any]:
     """Serve a model by OpenAI's protocol, to many clients at once.
 

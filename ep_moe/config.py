@@ -306,7 +306,7 @@ class EngineConfig:
     check; `placement` may also be a file, whose number of copies `redundant_experts` then has to be if it is not 0.
     """
 
-    model: Annotated[str, Field(help="A Hugging Face directory; empty is the model that ships with ep-moe")] = ""
+    model: Annotated[str, Field(help="Hugging Face directory; empty is the shipped model")] = ""
     nproc: Annotated[
         int | None,
         Field(help="Ranks to start, by default one for each GPU, 4 without any; torchrun starts its own", at_least=1),
@@ -335,9 +335,9 @@ class EngineConfig:
         str, Field(help="Which rank owns which expert: linear, round_robin, or a file of `ep-moe balance plan`")
     ] = "linear"
     redundant_experts: Annotated[int, Field(help="Copies of experts in each layer, on all ranks", at_least=0)] = 0
-    layout: Annotated[Layout, Field(help="Layout of the expert batch: batched, compact, flat")] = Layout.COMPACT
+    layout: Annotated[Layout, Field(help="Expert batches: batched, compact, flat")] = Layout.COMPACT
     max_tokens_per_rank: Annotated[int, Field(help="Most tokens of one rank in a forward pass", at_least=1)] = 2048
-    timeout_secs: Annotated[float, Field(help="How long a rank waits for another before naming it lost")] = 60.0
+    timeout_secs: Annotated[float, Field(help="Seconds to wait for a rank until it is lost")] = 60.0
     log_level: Annotated[str, Field(help="Log lines of ranks from this level on", choices=LEVELS)] = "info"
 
     def __post_init__(self) -> None:

@@ -1,13 +1,15 @@
-"""A Ray Serve deployment of the server: its replica starts the ranks on the cluster and passes requests on to rank 0.
+"""A Ray Serve deployment of the server: its replica starts the ranks on the cluster, and passes requests on to them.
 
     pip install 'ep-moe[ray,serve]' 'ray[serve]'
     serve run launch.ray_serve:build nodes=1 nproc=2 model=DIR
 
 run from the root of the repository; `curl http://127.0.0.1:8000/v1/completions ...` then reaches the model, with
 streams passed through. Arguments: `nodes` and any field of `EngineConfig`, `ServeConfig` and `RebalanceConfig`. A lost
-rank fails the health check; Serve then replaces the replica, which starts all ranks anew.
+rank is started again, as by `ep-moe serve`. The end of the server fails the health check; Serve then replaces the
+replica, which starts all ranks anew.
 """
 
+import contextlib
 import threading
 import time
 import types
@@ -21,37 +23,46 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
 from ep_moe.app.rebalancing import RebalanceConfig
-from ep_moe.app.serve import ServeConfig
+from ep_moe.app.serve import ServeConfig, bind, front_end
 from ep_moe.app.start import nodes_of
 from ep_moe.config import EngineConfig
 from ep_moe.fields import described
+from ep_moe.launch import Front
 from ep_moe.launch.on_ray import RayRanks
 
-PORT = 8100  # of rank 0, on its node
 START_SECS = 900.0
+END_SECS = 15.0  # of a replica, shorter than Serve's own limit
 HOP_HEADERS = {"host", "content-length", "connection", "transfer-encoding"}
 
 
 @serve.deployment(max_ongoing_requests=1000, health_check_period_s=2.0, ray_actor_options={"num_cpus": 0})
 class Server:
-    """One server on all its ranks."""
+    """One server: the process that speaks HTTP, a child of the replica, and the ranks."""
 
     def __init__(self, engine: EngineConfig, config: ServeConfig, rebalance: RebalanceConfig) -> None:
         self._error: BaseException | None = None
-        self._ranks = RayRanks(nodes_of(engine), engine.group)
-        self._ranks.start("ep_moe.app.serve_rank:serve_rank_main", engine, config, rebalance)
-        self._url = f"http://{self._ranks.places[0].address}:{config.port}"
-        threading.Thread(target=self._watch, name="ep_moe-ranks", daemon=True).start()
+        listener = bind(config.host, config.port)
+        self._url = f"http://{config.host}:{listener.getsockname()[1]}"
+        self._front: Any = None
+        run = threading.Thread(target=self._run, args=(listener, engine, config, rebalance), name="ep_moe-ranks")
+        run.daemon = True
+        run.start()
+        self._running = run
         self._wait_until_it_answers()
         self._session: aiohttp.ClientSession | None = None
 
-    def _watch(self) -> None:
+    def _run(self, listener: Any, engine: EngineConfig, config: ServeConfig, rebalance: RebalanceConfig) -> None:
+        """Run the server until it ends."""
+        target = "ep_moe.app.serve_rank:serve_rank_main"
         try:
-            self._ranks.collect()
+            with front_end(listener, engine, config, "spawn") as (connection, self._front):
+                front = Front(connection=connection, restarts=config.restarts)
+                with contextlib.closing(RayRanks(nodes_of(engine), engine.group, front=front)) as ranks:
+                    ranks.start(target, engine, config, rebalance, True)
+                    ranks.collect()
             self._error = RuntimeError("the server has ended")
         except BaseException as error:  # noqa: BLE001 - the health check raises it
             self._error = error
-        self._ranks.close()
 
     def _wait_until_it_answers(self) -> None:
         deadline = time.monotonic() + START_SECS
@@ -62,16 +73,15 @@ class Server:
                 return
             except OSError:  # not yet
                 time.sleep(0.2)
-        self._ranks.close()
         raise RuntimeError(f"the server at {self._url} does not answer after {START_SECS:g} s")
 
     def check_health(self) -> None:
-        """Raise the error that has ended the ranks, if any."""
+        """Raise the error that has ended the server, if any."""
         if self._error is not None:
             raise RuntimeError(str(self._error))
 
     async def __call__(self, request: Request) -> StreamingResponse:
-        """Pass a request on to rank 0, and its answer back as it comes."""
+        """Pass a request on, and its answer back as it comes."""
         if self._session is None:
             self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
         url = f"{self._url}{request.url.path}" + (f"?{request.url.query}" if request.url.query else "")
@@ -89,9 +99,10 @@ class Server:
         return StreamingResponse(body(), status_code=answer.status, headers=kept)
 
     def __del__(self) -> None:
-        ranks = getattr(self, "_ranks", None)
-        if ranks is not None:
-            ranks.close()
+        front = getattr(self, "_front", None)
+        if front is not None:
+            front.terminate()  # it ends the ranks in order
+            self._running.join(END_SECS)
 
 
 def build(arguments: dict[str, str]) -> serve.Application:
@@ -99,7 +110,7 @@ def build(arguments: dict[str, str]) -> serve.Application:
 
     Errors: ValueError names a field that is unknown or wrong.
     """
-    given: dict[str, Any] = {"ray": "auto", "port": PORT, "host": "0.0.0.0", **arguments}
+    given: dict[str, Any] = {"ray": "auto", "port": 0, **arguments}
     engine = _config_of(EngineConfig, given)
     config, rebalance = _config_of(ServeConfig, given), _config_of(RebalanceConfig, given)
     if given:

@@ -133,7 +133,7 @@ def bind(host: str, port: int) -> socket.socket:
 def serve(engine: EngineConfig, config: ServeConfig, rebalance: RebalanceConfig | None = None) -> dict[str, Any]:
     """Serve until a signal or an error ends it.
 
-    The process that speaks HTTP starts before the ranks; under torchrun and Ray, which start them, rank 0 starts it.
+    The process that speaks HTTP starts before the ranks; under torchrun, which starts them, rank 0 starts it.
     SIGTERM to the launcher of the ranks drains the server first.
     Errors: ValueError for an unreadable model directory or file of keys and RuntimeError for missing packages or a port
     in use, before ranks start; RankFailedError names a lost rank.
@@ -146,12 +146,12 @@ def serve(engine: EngineConfig, config: ServeConfig, rebalance: RebalanceConfig 
     if missing:
         raise RuntimeError(f"ep-moe serve needs {', '.join(missing)}; install: pip install 'ep-moe[serve]'")
     target = "ep_moe.app.serve_rank:serve_rank_main"
-    if engine.ray or LaunchEnv.from_environ() is not None:
+    if LaunchEnv.from_environ() is not None:
         return on_ranks(target, engine, config, rebalance)
     from ep_moe.launch import Front, RankFailedError, start_server  # which imports torch
     from ep_moe.launch.signals import first_sigterm
 
-    start_server(PRELOAD if pick_device(engine) == "cpu" else ())
+    start_server(PRELOAD if engine.ray or pick_device(engine) == "cpu" else ())
     with front_end(bind(config.host, config.port), engine, config, "forkserver") as (connection, process):
         asked: list[bool] = []
 

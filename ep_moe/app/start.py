@@ -80,7 +80,7 @@ def on_ranks(target: "Target", engine: EngineConfig, *args: Any, front: "Front |
     GPUs of this machine are left unused, unless the device is "cpu".
 
     Args:
-        front: as in `launch`, which starts the ranks.
+        front: as in `launch`; None under torchrun.
     """
     env = LaunchEnv.from_environ()
     if engine.ray:
@@ -89,7 +89,8 @@ def on_ranks(target: "Target", engine: EngineConfig, *args: Any, front: "Front |
         from ep_moe.launch.on_ray import launch_on_ray
 
         raise_on_interrupt()
-        return launch_on_ray(logging_rank, target, engine, *args, nodes=nodes_of(engine), config=engine.group)[0]
+        nodes = nodes_of(engine)
+        return launch_on_ray(logging_rank, target, engine, *args, nodes=nodes, config=engine.group, front=front)[0]
     from ep_moe.launch import launch, run_rank
 
     device, num_ranks = pick_device(engine), num_local_ranks(engine)

@@ -8,10 +8,11 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ep_moe.launch.local import KEEP, LEFT, Ended, Front, FrontFailedError, Start, Stop, launch
+    from ep_moe.launch.local import launch
     from ep_moe.launch.outcomes import RankFailedError, RankTraceback
     from ep_moe.launch.rank import Target, run_rank
     from ep_moe.launch.server import start_server
+    from ep_moe.launch.supervised import KEEP, LEFT, Ended, Front, FrontFailedError, Start, Stop
 
 __all__ = [
     "KEEP",
@@ -33,12 +34,13 @@ _MODULES = {
     "RankFailedError": "outcomes",
     "RankTraceback": "outcomes",
     "Target": "rank",
+    "launch": "local",
     "run_rank": "rank",
     "start_server": "server",
-}  # of the names of __all__ that are not of `local`
+}  # of the names of __all__ that are not of `supervised`
 
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES.get(name, 'local')}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES.get(name, 'supervised')}"), name)

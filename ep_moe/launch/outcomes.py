@@ -9,6 +9,8 @@ from typing import Any
 from ep_moe.fields import require, typed
 from ep_moe.group import STILL_THERE, PeerLostError
 
+DIED = "Died"  # the error type of a process that ended without one
+
 
 class RankFailedError(RuntimeError):
     """A rank failed, died or was lost; the message begins with the rank and its own error.
@@ -53,7 +55,7 @@ class Failure:
     when: float = dataclasses.field(default_factory=time.monotonic)  # one clock for all processes of a machine
 
     def line(self, rank: int) -> str:
-        return f"rank {rank} {self.message}" if self.error_type == "Died" else f"rank {rank}: {self.what()}"
+        return f"rank {rank} {self.message}" if self.error_type == DIED else f"rank {rank}: {self.what()}"
 
     def what(self) -> str:
         return f"{self.error_type}: {self.message}" if self.message else self.error_type
@@ -122,13 +124,8 @@ class Outcomes:
         if self._deadline is None and not self._keeps:
             self.end()
 
-    def add_death(self, rank: int, message: str) -> str:
-        """Take the death of a rank; returns all deaths as the store has them under DEATHS_KEY."""
-        self.add(rank, Failure(error_type="Died", message=message))
-        return self.note(rank, message)
-
     def note(self, rank: int, message: str) -> str:
-        """Add how a rank ended to all deaths, which are returned as by `add_death`."""
+        """Add how a rank ended to all deaths, which are returned as the store has them under DEATHS_KEY."""
         self._deaths.append((rank, message))
         return json.dumps(self._deaths)
 

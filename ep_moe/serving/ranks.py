@@ -176,7 +176,7 @@ class StoreRanks:
         self.lost: dict[int, str] = {}
         self._ready: dict[int, int] = {}  # process of each rank that could take part
         self._members: dict[int, int] = {}  # of each rank that does
-        self._silent: dict[int, float] = {}  # seconds of waiting here since the last answer of each of these processes
+        self._silent: dict[tuple[int, int], float] = {}  # seconds of waiting since the last answer, by seat and process
         self._joined: dict[int, Joined] = {}  # answers to the last membership
         self._forgotten: dict[int, set[int]] = collections.defaultdict(set)
         self._results: dict[int, collections.deque[RowsMade]] = {}  # not yet received
@@ -298,7 +298,7 @@ class StoreRanks:
         """Lose the ranks whose processes have been stopped; of several ranks the others notice it too."""
         limit = self._timeout_secs
         for seat, process in [*self._ready.items()]:
-            if (silent := self._silent.get(process, 0.0)) > limit:
+            if (silent := self._silent.get((seat, process), 0.0)) > limit:
                 why = f"stopped answering: no sign of life for {silent:.1f} s (timeout {limit:g} s)"
                 self._lose(seat, f"rank {seat} {why}", True)
 
@@ -362,9 +362,9 @@ class StoreRanks:
         with contextlib.suppress(queue.Empty):
             found = self._found.get(timeout=secs) if secs != 0 else self._found.get_nowait()
         waited = min(time.monotonic() - start, 2 * SLICE_SECS)  # no more if this process was stopped itself
-        self._silent = {process: self._silent.get(process, 0.0) + waited for process in self._ready.values()}
+        self._silent = {each: self._silent.get(each, 0.0) + waited for each in self._ready.items()}
         if isinstance(found, Answer):
-            self._silent[found.process] = 0.0
+            self._silent[found.seat, found.process] = 0.0
         if isinstance(found, ServerEndedError):
             raise found
         if isinstance(found, Exception):

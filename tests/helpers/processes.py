@@ -41,6 +41,12 @@ def ranks_of(process: int, mark: str) -> list[int]:
     return [rank for rank in processes_with(mark) if parent_of(parent_of(rank)) == process]
 
 
+def actors_with(mark: str) -> list[int]:
+    """Ranks that are actors of Ray among the processes with a mark, by the title that Ray gives them."""
+    titles = {process: Path(f"/proc/{process}/cmdline") for process in processes_with(mark)}
+    return [process for process, title in titles.items() if title.read_bytes().startswith(b"ray::_Rank")]
+
+
 def is_running(pid: int) -> bool:
     """Whether a process lives; a zombie does not."""
     try:

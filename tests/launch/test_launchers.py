@@ -3,9 +3,12 @@
 Needs the extra `ray`, ray[serve] and kubernetes-validate; `.ci/run` runs it in a step of its own: pytest -m launchers.
 """
 
+import concurrent.futures
 import http.server
 import json
+import multiprocessing
 import os
+import pickle
 import re
 import runpy
 import signal
@@ -14,7 +17,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,13 +25,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.processes import EP_MOE, ROOT, environ, processes_with, wait_until_gone
+from helpers.processes import EP_MOE, ROOT, actors_with, environ, is_running, processes_with, wait_until_gone
 from typer.testing import CliRunner
 
 from ep_moe.cli import app
 from ep_moe.config import EngineConfig, GroupConfig
 from ep_moe.group import EPGroup
-from ep_moe.launch import RankFailedError, on_ray
+from ep_moe.launch import KEEP, Ended, Front, RankFailedError, on_ray
 from ep_moe.launch.on_ray import RayRanks, launch_on_ray
 from ep_moe.launch.ray_cluster import NodeRanks
 
@@ -213,6 +215,11 @@ def sum_for_ever(group: EPGroup, tells: bool = False) -> None:
         time.sleep(0.01)
 
 
+def sleep_for_ever(group: EPGroup, folder: Path) -> None:
+    (folder / str(group.rank)).touch()
+    time.sleep(1000)
+
+
 def place_of(group: EPGroup) -> str:
     group.barrier()
     return f"node {group.node}, local rank {group.local_rank} of {group.local_num_ranks}"
@@ -323,20 +330,53 @@ def test_an_address_where_nobody_listens_is_told(tmp_path: Path) -> None:
         assert done.stderr.splitlines()[-1].startswith(f"error: ray ('{given}') {message}")
 
 
-def rank_pids() -> list[int]:
-    """The processes of the shared cluster that are ranks, by the title that Ray gives them."""
-    titles = {process: Path(f"/proc/{process}/cmdline") for process in processes_with(f"{MARK}={CLUSTER}")}
-    return [process for process, title in titles.items() if title.read_bytes().startswith(b"ray::_Rank")]
+def test_a_rank_whose_node_is_lost_stays_lost(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others go on; they end with the front process, and nothing is left."""
+    import ray
+
+    node = cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20)
+    cluster.wait_for_nodes()
+    ours, theirs = multiprocessing.Pipe()
+    nodes = NodeRanks(address="auto", num_nodes=3, ranks_per_node=1, gpus=False)
+    ranks = RayRanks(nodes, CONFIG, grace_secs=0.0, front=Front(connection=theirs, restarts=2))
+    ranks.start(sleep_for_ever, tmp_path)
+    monkeypatch.setattr(on_ray, "START_SECS", 3.0)
+    [lost] = [rank for rank, place in enumerate(ranks.places) if place.node_id == node.node_id]
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        collected = pool.submit(ranks.collect)
+        assert ours.recv()[1:] == (3, True)
+        ours.send(KEEP)
+        while len([*tmp_path.iterdir()]) < 3:
+            time.sleep(0.1)
+        cluster.remove_node(node)
+        first, second = ours.recv(), ours.recv()
+        others = [place.pid for rank, place in enumerate(ranks.places) if rank != lost]
+        assert all(map(is_running, others))
+        ours.close()
+        assert collected.result() == [None] * 3
+    assert (first.seat, first.process, first.again) == (lost, ranks.places[lost].pid, 0.5)
+    how = "has not been started by Ray within 3 s: its node may be lost"
+    assert second == Ended(seat=lost, process=0, how=how, again=None)
+    ranks.close()
+    assert wait_until_gone(others, 5.0) == []
+    assert {group["state"] for group in ray.util.placement_group_table().values()} == {"REMOVED"}
 
 
 @pytest.mark.usefixtures("cluster")
-def test_ray_serve_answers_and_starts_anew_after_a_lost_rank() -> None:
+def test_a_rank_does_not_go_to_a_node_with_other_gpus() -> None:
+    failure = pickle.loads(on_ray._Rank().run({"CUDA_VISIBLE_DEVICES": "0"}, b"", "another node"))
+    assert failure.what() == "RuntimeError: Ray has moved it to a node whose GPUs the others do not know"
+
+
+@pytest.mark.usefixtures("cluster")
+def test_ray_serve_answers_while_a_rank_is_replaced() -> None:
+    import ray
     from ray import serve
 
-    port, inner = free_port(), free_port()
+    port, mark = free_port(), f"{MARK}={CLUSTER}"
     build = runpy.run_path(str(ROOT / "launch/ray_serve.py"), run_name="ray_serve_example")["build"]
     serve.start(http_options={"port": port})
-    given = {"nodes": "1", "nproc": "1", "device": "cpu", "port": str(inner), "max_rows": "2", "max_positions": "64"}
+    given = {"nodes": "1", "nproc": "2", "device": "cpu", "max_rows": "2", "max_positions": "64"}
     serve.run(build(given), route_prefix="/", name="ep-moe")
     body = json.dumps({"prompt": "In the beginning God ", "max_tokens": 8, "temperature": 0}).encode()
 
@@ -349,21 +389,18 @@ def test_ray_serve_answers_and_starts_anew_after_a_lost_rank() -> None:
 
     text = ask()
     assert len(text) == 8
-    assert ask() == text
-    before = rank_pids()
-    assert len(before) == 1
+    before = actors_with(mark)
+    assert len(before) == 2
     os.kill(before[0], signal.SIGKILL)
-    deadline, again = time.monotonic() + 90, ""
-    while not again and time.monotonic() < deadline:
-        time.sleep(1)
-        try:
-            again = ask()
-        except (urllib.error.HTTPError, OSError):
-            assert time.monotonic() < deadline
-    assert again == text
-    assert len(rank_pids()) == 1
-    assert set(rank_pids()).isdisjoint(before)
+    deadline = time.monotonic() + 90
+    while len(now := actors_with(mark)) < 2 or before[0] in now:
+        assert ask() == text
+        assert time.monotonic() < deadline
+    assert before[1] in now
+    assert ask() == text
     serve.shutdown()
+    assert wait_until_gone(now, 20.0) == []
+    assert {group["state"] for group in ray.util.placement_group_table().values()} == {"REMOVED"}
 
 
 # Files that other programs read

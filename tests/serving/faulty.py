@@ -100,11 +100,11 @@ if __name__ == "__main__":
     import ep_moe.app.serve
     from ep_moe.app.start import on_ranks
     from ep_moe.cli import main
-    from ep_moe.launch import local
+    from ep_moe.launch import supervised
 
     def on_faulty_ranks(target: Any, *args: Any, **options: Any) -> Any:
         return on_ranks("faulty:rank_main", *args, **options)
 
     ep_moe.app.serve.on_ranks = on_faulty_ranks
-    local.LONGEST_PAUSE_SECS = 1.0  # a rank has many faults here
+    supervised.LONGEST_PAUSE_SECS = 1.0  # a rank has many faults here
     sys.exit(main())

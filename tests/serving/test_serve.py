@@ -19,7 +19,7 @@ from typing import Any
 
 import openai
 import pytest
-from helpers.processes import EP_MOE, environ, processes_with, ranks_of
+from helpers.processes import EP_MOE, actors_with, environ, processes_with, ranks_of
 from typer.testing import CliRunner
 
 from ep_moe.app.serve import ServeConfig, bind, serve
@@ -100,6 +100,7 @@ def started(folder: Path, *options: str, program: Path | None = None) -> Iterato
         [*command, "--timeout-secs", "20", *options],
         stderr=subprocess.PIPE,
         cwd=folder,
+        start_new_session=True,  # as a terminal's job, which Ctrl-C signals whole
         env=environ() | {"EP_MOE_TEST_MARK": mark, "EP_MOE_ADMIN_KEY": "boss"},
     )
     errors: list[str] = []
@@ -487,6 +488,43 @@ def test_ranks_leave_and_come_while_streams_run(server: Server) -> None:
     assert not [line for line in lines if re.search(r" [1-9]\d* from the checkpoint", line)], lines
     server.ranks(ranks=[0, 1])
     server.wait_for_ranks("serving", "serving")
+
+
+@pytest.mark.launchers
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGKILL, 143), (signal.SIGSTOP, 130)], ids=["killed-sigterm", "stopped-ctrl-c"]
+)
+def test_an_actor_of_ray_is_replaced_while_streams_run(
+    tmp_path: Path, number: int, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On 2 nodes of 2 ranks: the text is that without the death; ranks leave and come; nothing is left in the end."""
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    with started(tmp_path, "--ray", "local", "--nodes", "2", "--timeout-secs", "5") as server:
+        client, before = server.client.with_options(timeout=200), actors_with(server.mark)
+        ask: dict[str, Any] = {"model": "ep-moe", "prompt": list(PROMPTS), "n": 2, "max_tokens": 60, "temperature": 0}
+        whole = [choice.text for choice in client.completions.create(**ask).choices]
+        texts = ["", "", "", ""]
+        for count, chunk in enumerate(client.completions.create(**ask, stream=True)):
+            if count == 20:
+                os.kill(before[1], number)
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+        assert texts == whole
+        server.wait_for_ranks(*["serving"] * 4)
+        now = actors_with(server.mark)
+        assert (len(before), len(now), set(before) - set(now)) == (4, 4, {before[1]})
+        server.ranks(ranks=[1, 2])
+        server.wait_for_ranks("left", "serving", "serving", "left")
+        assert len(actors_with(server.mark)) == 2
+        server.ranks(num_ranks=4)
+        server.wait_for_ranks(*["serving"] * 4)
+        assert [choice.text for choice in client.completions.create(**ask).choices] == whole
+        if code == 143:
+            server.process.terminate()
+        else:
+            os.killpg(server.process.pid, signal.SIGINT)
+        found, _, left = server.ended()
+        assert (found, left) == (code, [])
 
 
 def test_a_port_in_use_and_missing_packages_are_told_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
