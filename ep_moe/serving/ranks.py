@@ -22,6 +22,7 @@ from ep_moe.serving.rank import Rows
 from ep_moe.serving.scheduler import Limits
 
 END_SECS = 5.0  # for the process of a lost rank to end by itself, with its error
+SETTLE_SECS = 0.1  # after a loss: ranks of a node die together, and one that is dead already would be waited for
 REGROUP_SECS = 600.0  # for the first rank to join others: it may have read all experts, and compiled
 
 _SCALE = "scale"  # a message: `StoreRanks.wanted` has changed
@@ -311,6 +312,8 @@ class StoreRanks:
         """See `Ranks`."""
         before, self._going = self._members, self._leaving()
         leaving = tuple(self._going)
+        if any(self._ready.get(seat) != process for seat, process in before.items()):
+            self._settle()
         while True:
             while not self._ready:  # all are lost: one may be started again, or an error comes
                 self._take(self._next(None))
@@ -332,6 +335,7 @@ class StoreRanks:
                 break
             except RanksChangedError:  # those that were to leave go on with the others first, as far as they are there
                 self._going, leaving = {}, ()
+                self._settle()
         stay = [seat for seat, process in members.items() if before.get(seat) == process]
         found = Regrouped(
             seats=tuple(members),
@@ -350,6 +354,12 @@ class StoreRanks:
         whole = len(members) == self._num_ranks
         _log.warning("ranks %s go on%s", ", ".join(map(str, members)), " as before" if whole else "")
         return found
+
+    def _settle(self) -> None:
+        """Take the messages of a moment."""
+        deadline = time.monotonic() + SETTLE_SECS
+        while (secs := deadline - time.monotonic()) > 0:
+            self._take(self._next(secs))
 
     def close(self) -> None:
         """See `Ranks`."""

@@ -1185,6 +1185,7 @@ def test_ranks_are_started_and_stopped_as_is_wanted(monkeypatch: pytest.MonkeyPa
     """One leaves and comes back before it has ended; one dies while it hands over; one that is lost is taken out."""
     channel = mock.Mock()
     monkeypatch.setattr("ep_moe.serving.ranks.FrontChannel", lambda *args: channel)
+    monkeypatch.setattr("ep_moe.serving.ranks.SETTLE_SECS", 0.0)  # answers are here before they are asked for
     launcher, connection = multiprocessing.Pipe()
     ranks = StoreRanks(mock.Mock(), 3, True, starter=connection, timeout_secs=5)
 
