@@ -4,12 +4,10 @@ import torch
 from helpers.decoding import MODELS
 from helpers.small_models import make_model
 
-from ep_moe.config import GroupConfig
 from ep_moe.engines.transformers import GenerationOptions, shard_experts
 from ep_moe.engines.transformers.decoding import Decoder
 from ep_moe.group import EPGroup
-from ep_moe.launch import launch
-from nvlink.common import PRELOADED
+from nvlink.common import on_ranks
 
 
 def tokens_by(name: str, group: EPGroup) -> torch.Tensor:
@@ -30,7 +28,7 @@ def compare_on_rank(group: EPGroup) -> list[list[list[int]]]:
 
 
 def test_decode_passes_take_their_count_from_the_device() -> None:
-    found = launch(compare_on_rank, num_ranks=2, config=GroupConfig(timeout_secs=120), device="cpu", preload=PRELOADED)
+    found = on_ranks(compare_on_rank, timeout_secs=120)
     for (by_nvlink, by_collective), rows, new_tokens in zip(found, (3, 1), (4, 2), strict=True):
         assert by_nvlink == by_collective
         assert [len(row) for row in by_nvlink] == [new_tokens] * rows

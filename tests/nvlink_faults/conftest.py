@@ -7,6 +7,10 @@ import pytest
 from nvlink_faults.common import CAN_RUN, INTERPRETING
 
 collect_ignore_glob = [] if CAN_RUN else ["test_*.py"]
+if INTERPRETING and CAN_RUN:
+    from quick_interpreter import hurry  # imports Triton, which not every machine has
+
+    hurry()
 
 
 @pytest.hookimpl(tryfirst=True)
