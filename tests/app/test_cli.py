@@ -588,7 +588,7 @@ def disturb(
             chunk = process.stderr.read1()
             assert chunk, errors.decode()
             errors += chunk
-        ranks = ranks_of(process.pid, mark)
+        ranks = ranks_of(process.pid)
         assert len(ranks) == num_processes
         act(process, ranks)
         start = time.monotonic()

@@ -1,5 +1,6 @@
 """Commands in processes of their own, and what they leave behind."""
 
+import contextlib
 import os
 import sys
 import time
@@ -36,9 +37,15 @@ def parent_of(process: int) -> int:
     return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def ranks_of(process: int, mark: str) -> list[int]:
-    """The ranks that a command has started, in the order of their start: children of its child, the fork server."""
-    return [rank for rank in processes_with(mark) if parent_of(parent_of(rank)) == process]
+def ranks_of(process: int) -> list[int]:
+    """The processes that a command has started, in their order: children of its child, the fork server. Of a server the
+    first is the front end."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # it has ended, or has no parent
+            if entry.name.isdigit() and parent_of(parent_of(int(entry.name))) == process:
+                found.append(int(entry.name))
+    return sorted(filter(is_running, found))
 
 
 def actors_with(mark: str) -> list[int]:

@@ -20,7 +20,7 @@ import threading
 import time
 from pathlib import Path
 
-from helpers.processes import parent_of
+from helpers.processes import ranks_of
 from test_chaos import PROMPT
 from test_serve import Server, started
 
@@ -81,18 +81,6 @@ class Streams:
         return sum(max(new - old, 0) for (_, old), (when, new) in pairs if begin < when <= end) / (end - begin)
 
 
-def ranks(launcher: int) -> list[int]:
-    """The processes of ranks, in the order of their start."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and parent_of(parent_of(int(entry.name))) == launcher:
-                found.append(int(entry.name))
-        except OSError:  # it has ended, or has no parent
-            continue
-    return sorted(found)[1:]  # the first is the front end
-
-
 def memory() -> str:
     """MiB in use on each GPU."""
     if shutil.which("nvidia-smi") is None:
@@ -113,7 +101,12 @@ def wait_for(server: Server, place: int, text: str) -> float:
 def strike(server: Server, streams: Streams, index: int, quiet_secs: float) -> None:
     """Kill a rank, and say what its death and its return cost."""
     time.sleep(quiet_secs)
-    before, process, place, killed = memory(), ranks(server.process.pid)[index], len(server.errors), time.monotonic()
+    before, process, place, killed = (
+        memory(),
+        ranks_of(server.process.pid)[1 + index],
+        len(server.errors),
+        time.monotonic(),
+    )
     os.kill(process, signal.SIGKILL)
     healed = wait_for(server, place, " go on")
     without = memory()

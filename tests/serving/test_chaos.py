@@ -111,7 +111,7 @@ class Chaos:
 
     def _ranks(self) -> list[int]:
         """Ranks without a fault so far, of which some may still load the model."""
-        return [each for each in ranks_of(self._server.process.pid, self._server.mark)[1:] if each not in self._faulty]
+        return [each for each in ranks_of(self._server.process.pid)[1:] if each not in self._faulty]
 
     def cases(self) -> Iterator[tuple[str, str]]:
         """Each kind in each phase, in any order."""
@@ -177,7 +177,7 @@ def test_a_checkpoint_and_restarts_that_are_gone_end_the_server(tmp_path: Path) 
     """Rank 1 dies, comes back and dies again; the model's files have been removed: an error names both causes."""
     model = shutil.copytree(SHIPPED_MODEL, tmp_path / "model")
     with started(tmp_path, "--restarts", "1", "--model", str(model)) as server:
-        os.kill(ranks_of(server.process.pid, server.mark)[2], signal.SIGKILL)
+        os.kill(ranks_of(server.process.pid)[2], signal.SIGKILL)
         while not any("go on as before" in line for line in server.errors):
             time.sleep(0.1)
         stream: list[str] = []
@@ -186,7 +186,7 @@ def test_a_checkpoint_and_restarts_that_are_gone_end_the_server(tmp_path: Path) 
         while not server.running():
             time.sleep(0.02)
         shutil.rmtree(model)
-        os.kill(ranks_of(server.process.pid, server.mark)[2], signal.SIGKILL)
+        os.kill(ranks_of(server.process.pid)[2], signal.SIGKILL)
         thread.join()
         code, last, left = server.ended()
         assert any("rank 1 was killed by SIGKILL: it is not started again" in line for line in server.errors)
@@ -206,7 +206,7 @@ def test_a_single_rank_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         thread.start()
         while not server.running():
             time.sleep(0.02)
-        rank = ranks_of(server.process.pid, server.mark)[1]
+        rank = ranks_of(server.process.pid)[1]
         (tmp_path / str(rank)).write_text(f"{kind} decode 1")
         thread.join()
         assert found == [expected]
@@ -255,7 +255,7 @@ def test_every_stream_has_its_text_whatever_happens_to_ranks(tmp_path: Path, mon
             time.sleep(0.2)
         server.wait_for_ranks(*["serving"] * NUM_RANKS)
         assert texts_of(server) == expected
-        assert len(ranks_of(server.process.pid, server.mark)) == 1 + NUM_RANKS
+        assert len(ranks_of(server.process.pid)) == 1 + NUM_RANKS
         deadline = time.monotonic() + 10  # the launcher forgets a process some seconds after its end
         # a rank has six or seven connections to the launcher's store
         while len(left := descriptors(server.process.pid)) > len(before) + NUM_RANKS:

@@ -347,7 +347,7 @@ def test_attacks_break_no_stream(server: Server) -> None:
     the cores, attackers and ranks for example.
     """
     address = (server.client.base_url.host, server.client.base_url.port)
-    front = ranks_of(server.process.pid, server.mark)[0]
+    front = ranks_of(server.process.pid)[0]
     before, most, waits, texts = memory_of(front), [0], [], []
     computed: list[float] = []
 
@@ -447,7 +447,7 @@ def test_rank_0_dies_and_streams_go_on(server: Server) -> None:
     texts = ["", "", "", ""]
     for number, chunk in enumerate(client.completions.create(**ask, stream=True)):
         if number == 20:
-            os.kill(ranks_of(server.process.pid, server.mark)[1], signal.SIGKILL)
+            os.kill(ranks_of(server.process.pid)[1], signal.SIGKILL)
         for choice in chunk.choices:
             texts[choice.index] += choice.text
     assert texts == whole
@@ -474,7 +474,7 @@ def test_ranks_leave_and_come_while_streams_run(server: Server) -> None:
     assert not asked[0]["done"]
     server.wait_for_ranks("left", "serving")
     found = client.get("/../health", cast_to=dict[str, Any])
-    assert (found["status"], len(ranks_of(server.process.pid, server.mark))) == ("ok", 2)
+    assert (found["status"], len(ranks_of(server.process.pid))) == ("ok", 2)
     with pytest.raises(openai.BadRequestError, match=r"num_ranks \(3\) must be in \[1, 2\]"):
         server.ranks(num_ranks=3)
     assert [choice.text for choice in client.completions.create(**ask).choices] == whole
