@@ -22,6 +22,8 @@ from ep_moe.app.start import model_dir
 from ep_moe.config import EngineConfig
 from ep_moe.engines.transformers.decoding import RowDecoder, end_ids_of, uses_graphs, why_not_fixed
 from ep_moe.engines.transformers.decoding.grammars import RowGrammars
+from ep_moe.engines.transformers.regrouping import Rehearsal
+from ep_moe.environment import LaunchEnv
 from ep_moe.grammar import is_installed
 from ep_moe.group import EPGroup, StorePlace
 from ep_moe.serving.channel import Joined, RankChannel, Ready
@@ -89,13 +91,26 @@ class _Member(Member):
             num_rows=self._config.max_rows,
             num_positions=self.num_positions,
             end_ids=self.end_ids,
-            graphs=uses_graphs(self.model, self._config.decode_graphs),
+            graphs=lambda: uses_graphs(self.model, self._config.decode_graphs),
             grammars=self.grammars,
             prefix_rows=self._config.prefix_rows,
+            rehearsals=self._rehearsals(),
         )
         if not self.group.standby:
             self.rows = self._rows
         return self._rows
+
+    def _rehearsals(self) -> list[Rehearsal]:
+        """Of a rank on standby, the whole launch; on GPUs, for which kernels are compiled, one rank fewer."""
+        rank, num_ranks = self.group.rank, self.group.num_ranks
+        if self.group.standby:
+            num_experts = model_sizes(self._engine).num_experts + self._engine.redundant_experts
+            seat, launched = self.group.seat, LaunchEnv.from_environ()
+            others = 0 if launched is None else launched.world_size
+            return [Rehearsal(seat, max(others, seat + 1), num_experts)]
+        if not self.regroups or self.group.device.type != "cuda":
+            return []
+        return [Rehearsal(now, num_ranks - 1) for now in (rank - 1, rank) if 0 <= now < num_ranks - 1]
 
     def hand_over(self, leaving: tuple[int, ...]) -> None:
         """See `Member`."""

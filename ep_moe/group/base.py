@@ -100,6 +100,15 @@ class EPGroup:
         """A group of one rank: no process group, no store, no thread. Local."""
         return cls(RankPlace(), device=pick_device(device, 0, 1), config=config)
 
+    def rehearsal(self, rank: int, num_ranks: int) -> "EPGroup":
+        """A group without other processes, in which this one takes part as `rank` of `num_ranks`, on this one's device.
+
+        For what is to be compiled, loaded and allocated before a rank joins such a group. Its collectives give for each
+        other rank what this one has sent; transport "peer" sends them nothing and does not wait for them. Local.
+        """
+        place = RankPlace(rank=rank, num_ranks=num_ranks, local_rank=rank, local_num_ranks=num_ranks)
+        return EPGroup(place, device=self.device, config=self.config, backend=self.backend)
+
     @classmethod
     def connect(
         cls, env: LaunchEnv, config: GroupConfig = DEFAULT_CONFIG, device: torch.device | str | None = None
@@ -351,7 +360,7 @@ class EPGroup:
         self.check_open()
         data = bytearray(encode(obj))
         if self.process_group is None:
-            return [obj]
+            return [obj] * self.num_ranks
         size = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
         sizes = self._all_gather(size).flatten().tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)

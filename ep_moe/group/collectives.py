@@ -34,7 +34,7 @@ def begin_all_to_all(
     recv_counts: Sequence[int],
     send_counts: Sequence[int],
 ) -> dist.Work | None:
-    """Begin to exchange rows with every rank; None, and a copy, for one rank without a process group.
+    """Begin to exchange rows with every rank; None, and copies, without a process group (`EPGroup.rehearsal`).
 
     Args:
         incoming: written, [sum of recv_counts, ...]. outgoing: [sum of send_counts, ...]; both contiguous, by rank.
@@ -43,7 +43,10 @@ def begin_all_to_all(
     """
     if group.process_group is None:
         group.check()
-        incoming.copy_(outgoing)
+        own = outgoing.split(list(send_counts))[group.rank]
+        for part in incoming.split(list(recv_counts)):  # as far as it sends itself as many rows as the others
+            part[len(own) :].zero_()
+            part[: len(own)] = own[: len(part)]
         return None
     counts = list(recv_counts), list(send_counts)
     return begin(
@@ -53,7 +56,7 @@ def begin_all_to_all(
 
 
 def begin_all_gather(group: EPGroup, everyone: torch.Tensor, mine: torch.Tensor) -> dist.Work | None:
-    """Begin to gather a tensor of every rank; None, and a copy, for one rank without a process group.
+    """Begin to gather a tensor of every rank; None, and copies, without a process group (`EPGroup.rehearsal`).
 
     Args:
         everyone: written, [R * n, ...]. mine: [n, ...], of this shape and dtype on every rank; both contiguous.
@@ -61,6 +64,6 @@ def begin_all_gather(group: EPGroup, everyone: torch.Tensor, mine: torch.Tensor)
     """
     if group.process_group is None:
         group.check()
-        everyone.copy_(mine)
+        everyone.view(group.num_ranks, *mine.shape).copy_(mine)
         return None
     return begin(group, lambda: all_gather_single(everyone, mine, group=group.process_group, async_op=True))

@@ -31,7 +31,8 @@ def _open_private(path: str, flags: int) -> int:
 def why_unreachable(group: EPGroup, *, inside_nodes: bool = False) -> str:
     """The reason why the ranks of a group cannot map each other's memory; "" if they can. Collective.
 
-    inside_nodes: only ranks of the same node need to.
+    inside_nodes: only ranks of the same node need to. In a rehearsal the others are taken to be on any GPUs that this
+    process sees.
     """
     if group.device.type == "cuda" and torch.version.hip is not None:
         return "the kernels that store into it have never run on AMD GPUs"
@@ -40,6 +41,10 @@ def why_unreachable(group: EPGroup, *, inside_nodes: bool = False) -> str:
         visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     else:
         mine, visible = "", {}
+    if group.process_group is None:
+        others = [other for uuid_, other in visible.items() if uuid_ != mine and group.num_ranks > 1]
+        far = [other for other in others if not torch.cuda.can_device_access_peer(group.device, other)]
+        return f"{group.device} has no access to the memory of cuda:{far[0]}" if far else ""
     of_ranks = group.all_gather_object((group.node, mine))
     reasons = [
         _why_not(group, rank, *place, mine=mine, visible=visible)
@@ -156,9 +161,9 @@ class SymmetricBuffer:
             self._mapped, self.addresses = handle, tuple(handle.buffer_ptrs)
             self.local.zero_()
             torch.cuda.synchronize(group.device)
-        elif group.num_ranks == 1:
+        elif group.process_group is None:
             self.local = torch.zeros(num_bytes, dtype=torch.uint8, device=group.device)
-            self.addresses = (self.local.data_ptr(),)
+            self.addresses = (self.local.data_ptr(),) * group.num_ranks
         else:
             self._map_files(group, num_bytes)
         group.barrier()  # no rank stores before all buffers are zero

@@ -18,8 +18,10 @@ from ep_moe.engines.transformers.regrouping import (
     HeldExperts,
     Recipe,
     Regrouped,
+    Rehearsal,
     hand_over_experts,
     regroup_experts,
+    rehearse_experts,
 )
 from ep_moe.experts import create_experts
 from ep_moe.group import EPGroup, PeerLostError
@@ -259,6 +261,29 @@ class Session:
         self._transport, self.layers, done = made
         self.group, self._held, self._losses = group, (), []
         return done
+
+    @contextlib.contextmanager
+    def rehearsing(self, rehearsal: Rehearsal) -> Iterator[None]:
+        """In the block the model runs as a rank of a group whose other ranks are not there (`EPGroup.rehearsal`), with
+        experts of zeros.
+
+        What it compiles, loads and allocates there, nobody waits for when it joins such a group by `regroup`. `decoder`
+        has neither graphs nor a transport before and after the block. In place of transports other than "peer",
+        "gathered" and "collective", the latter is taken. Local, host sync.
+        """
+        before = self.group, self._transport, self.layers
+        held = self._held or tuple(map(HeldExperts.of, self.layers))
+        self.group = self.group.rehearsal(rehearsal.rank, rehearsal.num_ranks)
+        try:
+            self._transport, self.layers = rehearse_experts(self._recipe, held, self.group, rehearsal.num_physical)
+            yield
+        finally:
+            if self.decoder is not None:
+                self.decoder.leave()
+            if self._transport is not None and self._transport is not before[1]:
+                self._transport.destroy()
+            self.group.destroy()
+            self.group, self._transport, self.layers = before
 
     def hand_over(self, leaving: Collection[int]) -> None:
         """Give the experts of ranks that are about to leave to the others, in the group so far, whose layers end.

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,6 +33,8 @@ _SHARED = "w13_input_scale"  # of all experts, the same on all ranks
 _OUTPUT_SCALES = ("w13_output_scale", "w13_gate_output_scale", "w2_output_scale")  # 1 on a rank that has none
 
 _OPTIONAL = ("w13_bias", "w2_bias", "w2_input_scale", "w13_order")
+
+_REHEARSED = ("auto", "local", "collective", "gathered", "peer", "nvlink")  # without other processes
 
 _log = logging.getLogger(__name__)
 
@@ -122,6 +124,17 @@ class Recipe:
     configs: tuple[MoEConfig, ...]
     source: ExpertSource | None
     spread: tuple[int, int] | None
+
+
+class Rehearsal(NamedTuple):
+    """A group in which this rank may be next, for `Session.rehearsing`.
+
+    Args: rank, num_ranks: there. num_physical: P there; None for as many as `regroup` makes.
+    """
+
+    rank: int
+    num_ranks: int
+    num_physical: int | None = None
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -274,7 +287,7 @@ def _planned(recipe: Recipe, ranks: Sequence[Any], leaving: Collection[int] = ()
     stay = [rank for rank in range(len(ranks)) if rank not in leaving]
     num_ranks, num_experts = len(stay), recipe.configs[0].num_experts
     first, first_ranks = next((spread for spread, _, _ in ranks if spread is not None), (num_experts, len(ranks)))
-    num_physical = min(first, max(num_experts, first * num_ranks // first_ranks), num_experts * num_ranks)
+    num_physical = _positions_on(num_ranks, num_experts, first, first_ranks)
     load = [[0] * num_experts for _ in recipe.configs]
     for _, _, counts in ranks:
         for layer, found in enumerate(counts):
@@ -288,6 +301,11 @@ def _planned(recipe: Recipe, ranks: Sequence[Any], leaving: Collection[int] = ()
         Placement(each.physical_to_logical, tuple(each.starts[first] for first in firsts), each.idle)
         for each in planned
     )
+
+
+def _positions_on(num_ranks: int, num_experts: int, first: int, first_ranks: int) -> int:
+    """How many positions of E experts there are on R ranks, if there were `first` on `first_ranks` at the start."""
+    return min(first, max(num_experts, first * num_ranks // first_ranks), num_experts * num_ranks)
 
 
 def _ways_to(placement: Placement, held: Sequence[Sequence[int]]) -> list[_Way]:
@@ -408,6 +426,34 @@ def _with_rows(weights: ExpertWeights, rows: Mapping[str, torch.Tensor]) -> Expe
     more: dict[str, Any] = {name: each for name, each in rows.items() if name in _OPTIONAL}
     more["per_expert"] = PerExpert(**{name: rows[name] for name in of_experts if name in rows})
     return dataclasses.replace(weights, w13=matrix("w13", weights.w13), w2=matrix("w2", weights.w2), **more)
+
+
+def rehearse_experts(
+    recipe: Recipe, held: Sequence[HeldExperts], group: EPGroup, num_physical: int | None
+) -> tuple[Transport, tuple[ExpertParallelMoE, ...]]:
+    """Transport and layers as of `regroup_experts`, with experts whose weights are zero, shared by layers that are
+    alike.
+
+    Args:
+        held: whose weights are alike but for the experts. group: of `EPGroup.rehearsal`. num_physical: of `Rehearsal`.
+    Local.
+    """
+    if recipe.transport not in _REHEARSED:
+        recipe = dataclasses.replace(recipe, transport="collective")
+    num_experts = recipe.configs[0].num_experts
+    if num_physical is None:
+        num_physical = _positions_on(group.num_ranks, num_experts, *(recipe.spread or (num_experts, 1)))
+    starts = Placement.linear(num_physical, group.num_ranks).starts
+    placement = Placement(tuple(position % num_experts for position in range(num_physical)), starts)
+    experts, made, zeros = placement.local_experts(group.rank), list[HeldExperts](), dict[Any, ExpertWeights]()
+    for each, config in zip(held, recipe.configs, strict=True):
+        rows = _rows_of(each.weights)
+        key = config, *((name, row.shape[1:], row.dtype) for name, row in rows.items())
+        if key not in zeros:
+            new = {name: row.new_zeros(len(experts), *row.shape[1:]) for name, row in rows.items()}
+            zeros[key] = _with_rows(each.weights, new)
+        made.append(HeldExperts(experts=experts, weights=zeros[key]))
+    return _make(recipe, made, [placement] * len(made), group)
 
 
 def _make(

@@ -1,6 +1,7 @@
 """A model and its sequences go on after ranks are lost, and with new ones, as if nothing had happened."""
 
 import dataclasses
+import functools
 import gc
 import itertools
 import math
@@ -29,7 +30,14 @@ from ep_moe.engines.transformers.decoding import RowDecoder
 from ep_moe.engines.transformers.decoding.grammars import RowGrammars
 from ep_moe.engines.transformers.decoding.passes import RowsPlan, RowStart, Sampling, pass_shape
 from ep_moe.engines.transformers.decoding.sequences import NONE
-from ep_moe.engines.transformers.regrouping import HeldExperts, Recipe, _with_rows, hand_over_experts, regroup_experts
+from ep_moe.engines.transformers.regrouping import (
+    HeldExperts,
+    Recipe,
+    Rehearsal,
+    _with_rows,
+    hand_over_experts,
+    regroup_experts,
+)
 from ep_moe.environment import LaunchEnv
 from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.launch import RankFailedError, launch
@@ -432,6 +440,11 @@ def test_a_window_that_was_overwritten_ends_its_row() -> None:
     assert [step[0] for step in made[0]] == [step[0] for step in made[1]]
 
 
+def _no_graphs(model: Any) -> bool:
+    """For a model that has a transport: without one it raises."""
+    return model.ep_moe.transport is None
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_that_were_made_before_the_experts(name: str, tmp_path: Path) -> None:
     """On a rank that joins later, beside those of a rank that has all experts from the start."""
@@ -445,7 +458,15 @@ def test_rows_that_were_made_before_the_experts(name: str, tmp_path: Path) -> No
         group = EPGroup.single("cpu")
         group.standby = later
         model = from_pretrained(tmp_path, group, dtype=torch.float32)
-        rows = RowDecoder(model, num_rows=2, num_positions=CAPACITY, end_ids=(), graphs=False)
+        rehearsals = [Rehearsal(1, 2), Rehearsal(0, 1)] if later else []
+        rows = RowDecoder(
+            model,
+            num_rows=2,
+            num_positions=CAPACITY,
+            end_ids=(),
+            graphs=functools.partial(_no_graphs, model),
+            rehearsals=rehearsals,
+        )
         if later:
             model.ep_moe.regroup(EPGroup.single("cpu"))
             assert rows.regroup() == ()

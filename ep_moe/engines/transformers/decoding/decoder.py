@@ -13,7 +13,6 @@ Letters: B rows of this rank, P prompt tokens, N new tokens, C capacity, M max_t
 import contextlib
 import dataclasses
 import functools
-import importlib
 import inspect
 import itertools
 from collections.abc import Callable, Collection, Sequence
@@ -338,22 +337,6 @@ class Decoder:
 
         return self._session.decoding(compute)
 
-    @torch.inference_mode()
-    def rehearse(self, model: Model, start: RowStart, shape: Shape) -> None:
-        """Compute a prompt and a pass without experts, for what a process loads and allocates at its first ones. Local,
-        host sync."""
-        if self._session.group.device.type == "cuda":
-            importlib.import_module("ep_moe.transport.one_sided")  # of most transports, which come with `regroup`
-
-        def skip(index: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-            del index, ids, weights
-            return torch.zeros_like(x)
-
-        with self._session.decoding(skip):
-            self.prefill(model, [Chunk(start, 0, len(start.prompt))])
-        self._step(model, shape, skip)
-        self.read(2, 1)
-
     def undo(self) -> None:
         """Go back to the sequences' state at the last `keep`. Local, no host sync."""
         self.sequences.undo()
@@ -419,16 +402,13 @@ class Decoder:
         self._check()
         return self.read(passes, shape.rows)
 
-    def _step(self, model: Model, shape: Shape, experts: DecodeExperts | None = None) -> None:
-        """One pass: every live row of the bucket gets its next token. A function of fixed shapes without host sync.
-
-        Args: experts: in place of the layers.
-        """
+    def _step(self, model: Model, shape: Shape) -> None:
+        """One pass: every live row of the bucket gets its next token. A function of fixed shapes without host sync."""
         sequences, cache = self.sequences, self._cache
         here = slice(shape.rows)
         cache.begin_decode(shape.rows, shape.capacity, sequences.positions[here])
         live = sequences.live[here, None]
-        experts = experts or self._live_experts(live, sequences.num_tokens(shape.rows))
+        experts = self._live_experts(live, sequences.num_tokens(shape.rows))
         text = model.config.get_text_config()
         with self._session.decoding(experts), grouped_attention(text):
             output = model(

@@ -2,7 +2,8 @@
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,9 +27,11 @@ from ep_moe.engines.transformers.decoding.passes import (
 )
 from ep_moe.engines.transformers.decoding.sequences import NONE
 from ep_moe.engines.transformers.hooks import Model, Session
+from ep_moe.engines.transformers.regrouping import Rehearsal
 from ep_moe.layer.warmup import row_counts
 from ep_moe.logs import log_step
 
+_log = logging.getLogger(__name__)
 _FIRST = RowStart(row=0, prompt=(0,), max_new_tokens=2, sampling=Sampling(logprobs=0))  # of a decoder's first passes
 
 
@@ -49,10 +52,13 @@ class RowDecoder:
         model: of `from_pretrained` or `shard_experts`; `why_not_fixed(model)` must be "".
         num_rows, num_positions: the most at any time; the same on all ranks.
         end_ids: tokens that end a sequence; the end token is the last one of its row.
-        graphs: replay decode passes as CUDA graphs, captured by `warmup` or at their first use.
+        graphs: replay decode passes as CUDA graphs, captured by `warmup` or at their first use; a function that tells
+            is asked whenever there is another transport.
         grammars: for sequences with a grammar.
         prefix_rows: rows whose memory keeps blocks of prefixes; without effect if a layer has a window smaller than
             num_positions, rounded up to a power of two, which forgets them.
+        rehearsals: groups in which this rank may be next: what it compiles, loads and allocates for them is done first.
+            Memory that it lacks for one of them is logged.
 
     Attributes:
         prefix_blocks: blocks of `BLOCK` tokens that the prefix cache holds, 0 for none.
@@ -69,9 +75,10 @@ class RowDecoder:
         num_rows: int,
         num_positions: int,
         end_ids: tuple[int, ...],
-        graphs: bool,
+        graphs: bool | Callable[[], bool],
         grammars: RowGrammars | None = None,
         prefix_rows: int = 0,
+        rehearsals: Sequence[Rehearsal] = (),
     ) -> None:
         GenerationOptions(max_new_tokens=1, end_ids=end_ids)  # checks them
         session: Session = model.ep_moe
@@ -79,7 +86,8 @@ class RowDecoder:
         self._num_rows, self._num_positions = num_rows, num_positions
         if session.decoder is not None:
             session.decoder.destroy()
-        self._decoder = session.decoder = Decoder(model, graphs=graphs)
+        self._uses_graphs = graphs if callable(graphs) else lambda: graphs
+        self._decoder = session.decoder = Decoder(model, graphs=False)
         self._captured: set[tuple[int, Shape]] = set()  # (rank, shape), equal on all ranks
         self._before: _Before | None = None  # of a plan that has not ended
         self._prompts: dict[int, Chunk] = {}  # row -> the last chunk of a prompt that is not complete
@@ -96,14 +104,21 @@ class RowDecoder:
         self._decoder.prepare(num_rows, num_positions, sampled=True, more_rows=prefix_rows)
         self._decoder.sequences.grammars = grammars
         self._end_ids, self._has_begun = end_ids, False
-        if session.group.standby:
-            self._decoder.rehearse(model, _FIRST, pass_shape(1, num_positions, False))
-        else:
+        for number, rehearsal in enumerate(rehearsals, 1):
+            try:
+                with session.rehearsing(rehearsal):
+                    self._begin()
+            except torch.OutOfMemoryError as error:  # there may be enough for the group itself, without this one
+                _log.warning("rank %d could not rehearse %s: %s", session.group.seat, rehearsal, error)
+            log_step("other groups rehearsed", number, len(rehearsals))
+        if not session.group.standby:
             self._begin()
+            self._has_begun = True
 
     def _begin(self) -> None:
         """Make the transport, and allocate and compile by a first prefill and pass. Collective, host sync."""
         model, session = self._model, self._session
+        self._decoder.graphs = self._uses_graphs()
         self._decoder.make_transport(model, self._num_rows)
         self._decoder.sequences.end_all(self._end_ids)
         everywhere = session.group.num_ranks
@@ -117,7 +132,6 @@ class RowDecoder:
         shapes = (pass_shape(1, self._num_positions, False),) * everywhere  # as of the others' `regroup`
         self.run(RowsPlan(ended=none, starts=none, passes=1, shapes=shapes))
         session.reset_expert_load()  # of these passes
-        self._has_begun = True
 
     def warmup(self) -> None:
         """Run what plans may ask for, before clients wait: prefills of 1, 2, 4, ... up to M tokens, as one prompt,
@@ -176,12 +190,14 @@ class RowDecoder:
         if self._has_begun:
             return self._go_on()
         self._begin()
+        self._has_begun = True
         return ()
 
     @torch.inference_mode()
     def _go_on(self) -> tuple[int, ...]:
         decoder, session, forgotten = self._decoder, self._session, self._undo()
         self._captured.clear()
+        decoder.graphs = self._uses_graphs()
         decoder.make_transport(self._model, self._num_rows)
         self._prefill(())  # the first plans of a new rank: the others have no tokens in them
         # of all positions: the pass stores something at the next position of the first row, which may be any
