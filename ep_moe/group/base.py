@@ -93,6 +93,8 @@ class EPGroup:
     ) -> "EPGroup":
         """A group of this rank alone until `regroup`, for a process that takes a seat of a running launch. Local."""
         picked = pick_device(device, env.local_rank, env.local_world_size)
+        if picked.type == "cuda":
+            torch.cuda.set_device(picked)  # as of ranks that have joined others: its kernels are launched there
         return cls(RankPlace(), device=picked, config=config, epoch=Epoch.first(env), standby=True)
 
     @classmethod
