@@ -51,7 +51,7 @@ class ExpertRows:
             rows = _as_integers(tensor)
             num_bytes = rows[0].numel() * rows.element_size() if len(rows) else _row_bytes(tensor)
             self._parts.append(_Rows(rows=rows, offset=end, num_bytes=num_bytes))
-            end += _aligned(num_bytes)
+            end += aligned(num_bytes)
         self.num_bytes = end
         self.form = [f"{name} {each.dtype} {tuple(each.shape[1:])}" for name, each in tensors.items()]
 
@@ -64,7 +64,8 @@ def _row_bytes(tensor: torch.Tensor) -> int:
     return tensor.element_size() * torch.Size(tensor.shape[1:]).numel()
 
 
-def _aligned(num_bytes: int) -> int:
+def aligned(num_bytes: int) -> int:
+    """Rounded up to `ALIGNMENT`. Local."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ep_moe.config import GroupConfig
 from ep_moe.environment import LaunchEnv
 from ep_moe.group.errors import PeerLostError
+from ep_moe.group.gathers import StoreGathers
 from ep_moe.group.joining import Epoch, RankPlace, backend_of, drop_world, join_subset, join_world, pick_device
 from ep_moe.group.waiting import Waits
 from ep_moe.group.watch import Watch
@@ -66,6 +67,7 @@ class EPGroup:
         self.process_group = process_group
         self.watch = watch
         self._parts: dict[tuple[tuple[int, ...], ...], GroupPart] = {}
+        self._gathers: StoreGathers | None = None
         self.destroyed = False
         self._stores = 0
         self._epoch = epoch  # of a group of a launch, which owns torch's default process group; the last one tried
@@ -330,8 +332,10 @@ class EPGroup:
         self.watch.publish((self.rank,), *self.watch.where(), f"failed: {what}")
 
     def barrier(self) -> None:
-        """Wait until every rank has called it. Errors: PeerLostError. Collective, host sync."""
-        self._all_reduce(torch.zeros(1, dtype=torch.int32, device=self.device), "barrier")
+        """Wait until every rank has called it, and its current stream is done. Errors: PeerLostError. Collective, host
+        sync; no operation of the process group."""
+        self.check_open()
+        self._gather(b"", "barrier")
 
     def wait_for_all(self, phase: str) -> None:
         """Wait until every rank has called it, without a timeout for ranks whose heartbeats continue.
@@ -357,31 +361,36 @@ class EPGroup:
 
         Args:
             obj: None, a bool, number, str or bytes, or a list, tuple, set, frozenset or dict of these.
-        Errors: ValueError names an object of another type; PeerLostError. Collective, host sync.
+        Errors: ValueError names an object of another type; PeerLostError. Collective, host sync; no operation of the
+        process group.
         """
         self.check_open()
-        data = bytearray(encode(obj))
-        if self.process_group is None:
+        data = encode(obj)
+        if self.watch is None:
             return [obj] * self.num_ranks
-        size = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
-        sizes = self._all_gather(size).flatten().tolist()
-        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
-        padded[: len(data)] = torch.frombuffer(data, dtype=torch.uint8).to(self.device)
-        rows = self._all_gather(padded).cpu()
-        return [decode(row[:num].numpy().tobytes()) for row, num in zip(rows, sizes, strict=True)]
+        return [*map(decode, self._gather(data, "all_gather_object"))]
 
     @property
     def next_gather(self) -> tuple[str, int]:
         """Phase and round of the next `all_gather_object`, to which waits of a part before it belong. Local."""
         return "all_gather_object", self._rounds.get("all_gather_object", -1) + 1
 
-    def _all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        rows = [torch.empty_like(tensor) for _ in range(self.num_ranks)]
-        phase = "all_gather_object"
+    def _gather(self, data: bytes, phase: str) -> list[bytes]:
+        """Every rank's bytes, behind what is on its current stream. Collective, host sync."""
+        if self.watch is None:
+            return [data] * self.num_ranks
         round_ = self._next_round(phase)
-        with self.guard(phase, round_):  # on a connection that is already broken the call itself fails, not the wait
-            self.wait(dist.all_gather(rows, tensor, group=self.process_group, async_op=True), phase=phase, round=round_)
-        return torch.stack(rows)
+        if self.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self.device))
+            self.wait(event, phase=phase, round=round_)
+        if self._gathers is None:
+            self._gathers = StoreGathers(self, self._connect("gathers"))
+        return self._gathers.gather(data, phase, round_)
+
+    def _connect(self, name: str) -> Any:
+        """A connection to the store under keys of this name."""
+        return None if self.watch is None else self.watch.connect_store(name)
 
     def _all_reduce(self, tensor: torch.Tensor, phase: str) -> torch.Tensor:
         self.check_open()
@@ -493,7 +502,7 @@ class GroupPart(EPGroup):
         super().__init__(place, device=whole.device, process_group=process_group, **options)
         if self.watch is not None:
             self.watch.abort_too(process_group)
-        self.whole, self.ranks = whole, ranks
+        self.whole, self.ranks, self._name = whole, ranks, f"part/{'-'.join(map(str, ranks))}"
         self.place: tuple[str, int] | None = None
 
     def _place_of(self, phase: str, round_: int) -> tuple[str, int]:
@@ -536,7 +545,10 @@ class GroupPart(EPGroup):
 
     def connect_store(self) -> Any:
         self.check_open()
-        return dist.PrefixStore(f"part/{'-'.join(map(str, self.ranks))}", self.whole.connect_store())
+        return dist.PrefixStore(self._name, self.whole.connect_store())
+
+    def _connect(self, name: str) -> Any:
+        return dist.PrefixStore(self._name, self.whole._connect(name))
 
     def report_failure(self, error: BaseException) -> None:
         self.whole.report_failure(error)

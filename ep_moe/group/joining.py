@@ -251,7 +251,6 @@ def _init_world(store: dist.Store, epoch: Epoch, config: GroupConfig, device: to
             rank=epoch.rank,
             world_size=len(epoch.seats),
             timeout=datetime.timedelta(seconds=timeout_secs),
-            device_id=device if backend == "nccl" else None,
         )
 
     if backend == "nccl":

@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ep_moe.balance.carrier import Carrier, Parcel, aligned
 from ep_moe.balance.handover import plan_handover
 from ep_moe.config import MoEConfig, TransportConfig
 from ep_moe.engines.common.model import Agreement, check_placements, counting_table, warm_up
 from ep_moe.group import EPGroup
 from ep_moe.group.collectives import begin_all_to_all
+from ep_moe.group.symmetric import why_unreachable
 from ep_moe.layer import ExpertParallelMoE
 from ep_moe.placement import Placement
 from ep_moe.quant import StoredMatrix
@@ -245,8 +247,9 @@ def _bring(
 ) -> tuple[tuple[Placement, ...], list[list["_Way"]]]:
     """Bring experts to the ranks that do not leave; returns where they are and how they came. Collective."""
     with _timed(secs, "plan"):
-        mine = recipe.spread, [each.experts for each in held], [_counted(each) for each in held]
-        ranks = group.all_gather_object(mine)
+        ranks = group.all_gather_object(
+            (recipe.spread, [each.experts for each in held], [_counted(each) for each in held])
+        )
         placements = _planned(recipe, ranks, leaving)
         check_placements(placements, group)
         ways = [
@@ -255,13 +258,29 @@ def _bring(
         ]
     with _timed(secs, "read"):
         read = _read(recipe, ways, group, lost)
-        names = [{*_rows_of(each.weights), *_rows_of(read.get(index))} for index, each in enumerate(held)]
-        everywhere = group.all_gather_object(names)
-    with _timed(secs, "move"):
+        mine = [{*_rows_of(each.weights), *_rows_of(read.get(index))} for index, each in enumerate(held)]
+        everywhere = group.all_gather_object(mine)
+    with _timed(secs, "move"), contextlib.ExitStack() as ends:
+        names = [sorted(set().union(*(of_rank[index] for of_rank in everywhere))) for index in range(len(held))]
+        carrier, most = None, max(map(_arriving_bytes, held, ways, names))
+        if most and _maps_peers(group):
+            carrier = Carrier(group, most, mapped=True)
+            ends.callback(carrier.destroy)
         for index, each in enumerate(held):
-            found = sorted(set().union(*(of_rank[index] for of_rank in everywhere)))
-            _move(each, read.pop(index, None), ways[index], placements[index], found, group, index)
+            _move(each, read.pop(index, None), ways[index], placements[index], names[index], group, index, carrier)
     return placements, ways
+
+
+def _maps_peers(group: EPGroup) -> bool:
+    """Whether experts are stored into other ranks' memory: then NCCL, which takes long to begin, is not needed."""
+    return group.device.type == "cuda" and not why_unreachable(group)
+
+
+def _arriving_bytes(held: HeldExperts, ways: Sequence[_Way], names: Sequence[str]) -> int:
+    """The most bytes of a layer's experts that a rank gets from others."""
+    counts = collections.Counter(way.target for way in ways if way.travels)
+    row_bytes = sum(map(_row_bytes, _complete(held.weights, names).values()))
+    return max(counts.values(), default=0) * aligned(row_bytes)
 
 
 _KINDS = (lambda way: way.travels, lambda way: way.source is None)
@@ -379,6 +398,7 @@ def _move(
     names: Sequence[str],
     group: EPGroup,
     layer: int,
+    carrier: Carrier | None,
 ) -> None:
     """Exchange the experts of a layer that travel, and put together what this rank has from now on. Collective."""
     rank, rows = group.rank, _complete(held.weights, names)
@@ -387,8 +407,20 @@ def _move(
     spans = {name: slice(end - each.shape[1], end) for (name, each), end in zip(flat.items(), ends, strict=True)}
     travelling = [way for way in ways if way.travels]
     arriving = sorted((way for way in travelling if way.target == rank), key=lambda way: way.source or 0)
-    incoming = torch.empty(len(arriving), ends[-1], dtype=torch.uint8, device=group.device)
-    if travelling:
+    if not travelling:
+        incoming = torch.empty(0, ends[-1], dtype=torch.uint8, device=group.device)
+    elif carrier is not None:
+        size = aligned(ends[-1])
+        parcels = [Parcel(source=way.source or 0, target=way.target, num_bytes=size) for way in travelling]
+        group.barrier()  # all have read what came of the layer before
+        carrier.begin(
+            parcels,
+            lambda number, memory: [(memory[spans[name]], each[travelling[number].row]) for name, each in flat.items()],
+        )
+        carrier.wait()
+        group.barrier()
+        incoming = carrier.spare[: len(arriving) * size].view(len(arriving), size)  # in the order of `arriving`
+    else:
         leaving = [way for way in travelling if way.source == rank]
         outgoing = torch.empty(len(leaving), ends[-1], dtype=torch.uint8, device=group.device)
         for name, each in flat.items():
@@ -397,6 +429,7 @@ def _move(
             [sum(way.source == other for way in arriving) for other in range(group.num_ranks)],
             [sum(way.target == other for way in leaving) for other in range(group.num_ranks)],
         )
+        incoming = outgoing.new_empty(len(arriving), ends[-1])
         work = begin_all_to_all(group, incoming, outgoing, *counts)
         if work is not None:
             group.wait(work, phase="regroup", round=layer)

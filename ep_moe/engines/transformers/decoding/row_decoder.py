@@ -118,6 +118,7 @@ class RowDecoder:
     def _begin(self) -> None:
         """Make the transport, and allocate and compile by a first prefill and pass. Collective, host sync."""
         model, session = self._model, self._session
+        self._captured.clear()
         self._decoder.graphs = self._uses_graphs()
         self._decoder.make_transport(model, self._num_rows)
         self._decoder.sequences.end_all(self._end_ids)
