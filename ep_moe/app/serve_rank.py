@@ -116,10 +116,10 @@ class _Member(Member):
         """See `Member`."""
         self.session.hand_over([self.group.seats.index(seat) for seat in leaving])
 
-    def regroup(self, epoch: int, seats: tuple[int, ...]) -> Joined:
+    def regroup(self, epoch: int, seats: tuple[int, ...], deaths: tuple[int, ...]) -> Joined:
         """See `Member`."""
         times = [time.perf_counter()]
-        self.group = self.group.latest.regroup(epoch, seats)
+        self.group = self.group.latest.regroup(epoch, seats, deaths)
         times.append(time.perf_counter())
         self.session.regroup(self.group)
         times.append(time.perf_counter())

@@ -405,7 +405,7 @@ class EPGroup:
         self._rounds[phase] = self._rounds.get(phase, -1) + 1
         return self._rounds[phase]
 
-    def regroup(self, epoch: int, seats: tuple[int, ...]) -> "EPGroup":
+    def regroup(self, epoch: int, seats: tuple[int, ...], deaths: tuple[int, ...] | None = None) -> "EPGroup":
         """The group of other ranks of this launch, in place of this one, which is destroyed.
 
         For a group that has failed, after its error: the survivors go on without the lost ranks. For a whole group,
@@ -417,6 +417,9 @@ class EPGroup:
         Args:
             epoch: a number above those of all groups of the launch before, and of all attempts.
             seats: the ranks at launch of the new group, ascending; the nth is its rank n.
+            deaths: by rank, how many processes of the seat the caller knows to have died, before the one that is meant;
+                if another one has died since, the error names it at once. By default as many as have died by now: if
+                the one that is meant has just died, the others wait for it until the timeout.
         Returns: the group, with this one's config and device. A `with` block of this group ends it too.
         Errors: ValueError for other numbers, and for seats that differ between ranks; PeerLostError names the seats
         that did not come within timeout_secs, or died; RuntimeError if no launcher serves the store of the group.
@@ -429,7 +432,7 @@ class EPGroup:
             )
         if self._successor is not None:
             raise RuntimeError(f"seat {self.seat} has left this group for another: call regroup of that one")
-        joined = self._epoch = self._epoch.next(epoch, seats)
+        joined = self._epoch = self._epoch.next(epoch, seats, deaths)
         self._leave(at_once=True)
         watch = join_world(joined, self.config, self.device)
         place = RankPlace.by_hosts(joined.rank, [beat.host for beat in watch.beats()])

@@ -49,26 +49,32 @@ class Epoch:
     Args:
         env: of this process. number: 0 for the group of the launch, larger ones follow.
         seats: the ranks at launch of the processes, ascending; a process's rank is its index there.
+        deaths: by rank, how many processes of the seat had died before this one; None if that is not known.
     """
 
     env: LaunchEnv
     number: int
     seats: tuple[int, ...]
+    deaths: tuple[int, ...] | None = ()
 
     @classmethod
     def first(cls, env: LaunchEnv) -> "Epoch":
         """That of the launch itself."""
         return cls(env=env, number=0, seats=tuple(range(env.world_size)))
 
-    def next(self, number: int, seats: Sequence[int]) -> "Epoch":
-        """A later one. Errors: ValueError for one that cannot follow, or without this process's seat."""
+    def next(self, number: int, seats: Sequence[int], deaths: Sequence[int] | None = None) -> "Epoch":
+        """A later one. Errors: ValueError for one that cannot follow, or without this process's seat, or for other
+        than as many deaths as seats."""
         own = self.env.rank
         found = typed(tuple(seats), tuple[int, ...], "seats")
         if typed(number, int, "epoch") <= self.number:
             raise ValueError(f"epoch ({number}) must be above {self.number}, the last one of seat {own}")
         if list(found) != sorted(set(found)) or own not in found or found[0] < 0:
             raise ValueError(f"seats {found} must be ascending, from 0 on, and include {own}, this process's own")
-        return Epoch(env=self.env, number=number, seats=found)
+        counts = None if deaths is None else typed(tuple(deaths), tuple[int, ...], "deaths")
+        if counts is not None and len(counts) != len(found):
+            raise ValueError(f"deaths {counts} are not those of {len(found)} seats")
+        return Epoch(env=self.env, number=number, seats=found, deaths=counts)
 
     @property
     def rank(self) -> int:
@@ -140,7 +146,7 @@ def join_world(epoch: Epoch, config: GroupConfig, device: torch.device) -> Watch
         secret=secret,
         store_rank=None if env.store_is_hosted else 0,
         seats=epoch.seats,
-        later=later,
+        deaths=epoch.deaths,
     )
     try:
         watch.meet(join_secs)

@@ -76,7 +76,8 @@ class Watch:
 
     Args:
         seats: how messages name the ranks; by default by their rank here.
-        later: the group is not the first of its launch, so that earlier processes of its seats may have died.
+        deaths: by rank, how many processes had died in its place before that of this group, () for none anywhere; None
+            for as many as the store tells of now.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Watch:
         secret: str,
         store_rank: int | None = None,
         seats: tuple[int, ...] | None = None,
-        later: bool = False,
+        deaths: tuple[int, ...] | None = (),
     ) -> None:
         self.failure: PeerLostError | None = None
         self._seats = tuple(range(len(world_ranks))) if seats is None else seats
@@ -124,8 +125,10 @@ class Watch:
         for key in self._keys:
             self._store.compare_set(key, "", "{}")
         self._base.compare_set(self._deaths_key, "", "[]")
-        before = json.loads(self._base.get(self._deaths_key)) if later else []
-        self._deaths_before = collections.Counter(seat for seat, _ in before)
+        if deaths is None:
+            self._deaths_before = collections.Counter(seat for seat, _ in json.loads(self._base.get(self._deaths_key)))
+        else:
+            self._deaths_before = collections.Counter(dict(zip(world_ranks, deaths, strict=bool(deaths))))
         self._thread = threading.Thread(target=self._run, name="ep_moe-watch", daemon=True)
         self._thread.start()
 

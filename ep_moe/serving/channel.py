@@ -38,10 +38,12 @@ class Ready:
 class Membership:
     """An order: the ranks that go on together, as the launch numbers them, ascending. Its number is its epoch's.
 
-    leaving: ranks of the last membership, all of which are there, that hand their experts to its others first, and end.
+    deaths: how many processes of each of them have died before. leaving: ranks of the last membership, all of which are
+    there, that hand their experts to its others first, and end.
     """
 
     seats: tuple[int, ...]
+    deaths: tuple[int, ...]
     leaving: tuple[int, ...] = ()
 
 

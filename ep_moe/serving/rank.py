@@ -31,8 +31,9 @@ class Member:
     def __init__(self, group: EPGroup, rows: Rows | None) -> None:
         self.group, self.rows = group, rows
 
-    def regroup(self, epoch: int, seats: tuple[int, ...]) -> Joined:
-        """Go on with these ranks, in a new `group`; a plan that had failed has no effect on `rows`. Collective."""
+    def regroup(self, epoch: int, seats: tuple[int, ...], deaths: tuple[int, ...]) -> Joined:
+        """Go on with these ranks, in a new `group` (`EPGroup.regroup`); a plan that had failed has no effect on `rows`.
+        Collective."""
         raise RuntimeError(f"rank {self.group.rank} cannot go on with other ranks")
 
     def hand_over(self, leaving: tuple[int, ...]) -> None:
@@ -67,7 +68,7 @@ def follow(channel: RankChannel, member: Member, *, check: Callable[[], None] = 
                     member.hand_over(order[1].leaving)
                 if member.group.seat in order[1].leaving:
                     return
-                joined = member.regroup(epoch, order[1].seats)
+                joined = member.regroup(epoch, order[1].seats, order[1].deaths)
                 channel.answer(epoch, joined)
                 waits = False
             elif order[0] == epoch and not waits:

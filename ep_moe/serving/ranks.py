@@ -175,6 +175,7 @@ class StoreRanks:
         self._off: dict[int, bool] = {}  # seats that are not to have a process, and whether it has ended
         self._going: dict[int, int] = {}  # members that leave by the regroup under way and have not ended yet
         self.lost: dict[int, str] = {}
+        self._deaths = collections.Counter[int]()  # of processes by seat, as the launcher tells all ranks of them
         self._ready: dict[int, int] = {}  # process of each rank that could take part
         self._members: dict[int, int] = {}  # of each rank that does
         self._silent: dict[tuple[int, int], float] = {}  # seconds of waiting since the last answer, by seat and process
@@ -320,7 +321,8 @@ class StoreRanks:
             self._epoch += 1
             members = {seat: process for seat, process in sorted(self._ready.items()) if seat not in leaving}
             self._joined = {}
-            self._order(members | self._going, Membership(seats=tuple(members), leaving=leaving))
+            deaths = tuple(self._deaths[seat] for seat in members)
+            self._order(members | self._going, Membership(seats=tuple(members), deaths=deaths, leaving=leaving))
             try:
                 deadline, latest = math.inf, time.monotonic() + REGROUP_SECS
                 while len(self._joined) < len(members):
@@ -390,6 +392,7 @@ class StoreRanks:
             if found.how == LEFT:
                 self._note_left(found)
                 return
+            self._deaths[found.seat] += 1
             if found.seat in self._off:
                 return
             if self._ready.get(found.seat) == found.process:

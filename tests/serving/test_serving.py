@@ -1216,7 +1216,7 @@ def test_ranks_are_started_and_stopped_as_is_wanted(monkeypatch: pytest.MonkeyPa
     assert ranks.changes
     join(1, 0, 1)
     assert (ranks.regroup().left, ranks.seats, ranks.lost) == ((2,), (0, 1), {})
-    assert memberships() == [wire.Membership(seats=(0, 1), leaving=(2,))]
+    assert memberships() == [wire.Membership(seats=(0, 1), deaths=(0, 0), leaving=(2,))]
     assert (told(), ranks.ending) == ([Stop(seat=2, secs=5.0)], [2])
     ranks.scale(frozenset((0, 1, 2)))
     ranks.check()
@@ -1237,7 +1237,10 @@ def test_ranks_are_started_and_stopped_as_is_wanted(monkeypatch: pytest.MonkeyPa
     join(4, 2, process=22)
     done = ranks.regroup()
     assert (done.left, done.seats, sorted(done.answers)) == ((), (0, 2), [0, 2])
-    assert memberships() == [wire.Membership(seats=(0, 2), leaving=(1,)), wire.Membership(seats=(0, 2))]
+    assert memberships() == [
+        wire.Membership(seats=(0, 2), deaths=(0, 0), leaving=(1,)),
+        wire.Membership(seats=(0, 2), deaths=(0, 0)),
+    ]
     assert (told()[-1], ranks.lost) == (Stop(seat=1, secs=5.0), {})
     ended(0, "was killed by SIGKILL")
     with pytest.raises(RanksChangedError):
@@ -1252,6 +1255,15 @@ def test_ranks_are_started_and_stopped_as_is_wanted(monkeypatch: pytest.MonkeyPa
     ranks.scale(frozenset((2,)))
     ranks.check()
     assert (told(), ranks.lost, ranks.changes) == ([Stop(seat=0, secs=5.0)], {}, False)
+    ended(0, LEFT)
+    ranks.scale(frozenset((0, 2)))
+    answer(0, wire.Ready(), process=30)
+    ranks.check()
+    memberships()
+    join(6, 2, process=22)
+    join(6, 0, process=30)
+    ranks.regroup()
+    assert memberships() == [wire.Membership(seats=(0, 2), deaths=(1, 0))]
 
 
 def test_owners_of_experts_are_ranks_of_the_launch() -> None:
