@@ -122,11 +122,30 @@ def strike(server: Server, streams: Streams, index: int, quiet_secs: float) -> N
     print(*(f"  | {line}" for line in server.errors[place:] if "serving.access" not in line), sep="\n", flush=True)
 
 
+def scale(server: Server, streams: Streams, num_ranks: int, quiet_secs: float) -> None:
+    """Have so many ranks serve, and say what that costs."""
+    time.sleep(quiet_secs)
+    begin = time.monotonic()
+    server.ranks(num_ranks=num_ranks)
+    while not server.ranks()["done"]:
+        assert time.monotonic() - begin < FOUND_SECS, server.ranks()
+        time.sleep(0.05)
+    done = time.monotonic()
+    time.sleep(quiet_secs)
+    end = time.monotonic()
+    print(
+        f"{num_ranks} ranks {done - begin:.2f} s later, longest pause {streams.longest_pause(begin, end):.2f} s;",
+        end=" ",
+    )
+    print(f"MiB: {memory()}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--streams", type=int, default=12)
     parser.add_argument("--new-tokens", type=int, default=96)
-    parser.add_argument("--kills", type=int, nargs="+", default=[3, 1, 0], help="ranks, by the order of their start")
+    parser.add_argument("--kills", type=int, nargs="*", default=[3, 1, 0], help="ranks, by the order of their start")
+    parser.add_argument("--scale", type=int, nargs="*", default=[], help="numbers of ranks, after the kills")
     parser.add_argument("--quiet-secs", type=float, default=3.0)
     parser.add_argument("options", nargs="*")
     asked = parser.parse_args()
@@ -141,6 +160,8 @@ def main() -> None:
             time.sleep(0.1)
         for index in asked.kills:
             strike(server, streams, index, asked.quiet_secs)
+        for num_ranks in asked.scale:
+            scale(server, streams, num_ranks, asked.quiet_secs)
         streams.ended.set()
         for thread in threads:
             thread.join()

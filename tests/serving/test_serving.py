@@ -1181,36 +1181,75 @@ def test_experts_that_move_take_their_tokens_along(tokenizer: Any) -> None:
         assert f"ep_moe_{line}\n" in found
 
 
-def test_ranks_are_started_and_stopped_as_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One leaves and comes back before it has ended; one dies while it hands over; one that is lost is taken out."""
-    channel = mock.Mock()
-    monkeypatch.setattr("ep_moe.serving.ranks.FrontChannel", lambda *args: channel)
-    monkeypatch.setattr("ep_moe.serving.ranks.SETTLE_SECS", 0.0)  # answers are here before they are asked for
-    launcher, connection = multiprocessing.Pipe()
-    ranks = StoreRanks(mock.Mock(), 3, True, starter=connection, timeout_secs=5)
+class Talk:
+    """The front end's view of the ranks of a launch, which the test speaks for; seat n has process n + 10 at first."""
 
-    def answer(seat: int, content: Any, epoch: int = 0, process: int = 0) -> None:
-        ranks._found.put(wire.Answer(seat=seat, process=process or seat + 10, epoch=epoch, content=content))
+    def __init__(self, num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.channel = mock.Mock()
+        monkeypatch.setattr("ep_moe.serving.ranks.FrontChannel", lambda *args: self.channel)
+        monkeypatch.setattr("ep_moe.serving.ranks.SETTLE_SECS", 0.0)  # answers are here before they are asked for
+        self.launcher, connection = multiprocessing.Pipe()
+        self.ranks = StoreRanks(mock.Mock(), num_ranks, True, starter=connection, timeout_secs=5)
+        for seat in range(num_ranks):
+            self.answer(seat, wire.Ready(limits=LIMITS))
+        assert self.ranks.wait_until_ready() == LIMITS
+        assert self.told() == [KEEP]
 
-    def join(epoch: int, *seats: int, process: int = 0) -> None:
+    def answer(self, seat: int, content: Any, epoch: int = 0, process: int = 0) -> None:
+        self.ranks._found.put(wire.Answer(seat=seat, process=process or seat + 10, epoch=epoch, content=content))
+
+    def join(self, epoch: int, *seats: int, process: int = 0) -> None:
         for seat in seats:
-            answer(seat, wire.Joined(forgotten=(), placements=()), epoch, process)
+            self.answer(seat, wire.Joined(forgotten=(), placements=()), epoch, process)
 
-    def told() -> list[Any]:
-        return [launcher.recv() for _ in iter(launcher.poll, False)]
+    def told(self) -> list[Any]:
+        return [self.launcher.recv() for _ in iter(self.launcher.poll, False)]
 
-    def memberships() -> list[wire.Membership]:
-        found = [call.args[2] for call in channel.send.call_args_list]
-        channel.send.reset_mock()
+    def memberships(self) -> list[wire.Membership]:
+        found = [call.args[2] for call in self.channel.send.call_args_list]
+        self.channel.send.reset_mock()
         return found
 
-    def ended(seat: int, how: str, process: int = 0) -> None:
-        ranks._found.put(Ended(seat=seat, process=process or seat + 10, how=how, again=None))
+    def ended(self, seat: int, how: str, process: int = 0) -> None:
+        self.ranks._found.put(Ended(seat=seat, process=process or seat + 10, how=how, again=None))
 
-    for seat in range(3):
-        answer(seat, wire.Ready(limits=LIMITS))
-    assert ranks.wait_until_ready() == LIMITS
-    assert told() == [KEEP]
+
+def test_all_are_started_again_if_no_rank_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ep_moe.serving.ranks.REGROUP_SECS", 0.3)
+    talk = Talk(2, monkeypatch)
+    talk.ended(1, "was killed by SIGKILL")
+    with pytest.raises(RanksChangedError):
+        talk.ranks.check()
+
+    def start_again() -> None:
+        assert [talk.launcher.recv(), talk.launcher.recv()] == [(1, 11, 5.0), (0, 10, 0.0)]  # to be killed, 0 at once
+        talk.ended(0, "was killed by SIGKILL")
+        talk.answer(0, wire.Ready(), process=20)
+        while talk.channel.send.call_count < 2:
+            time.sleep(0.01)
+        talk.join(2, 0, process=20)
+
+    launcher = threading.Thread(target=start_again)
+    launcher.start()
+    begin = time.monotonic()
+    done = talk.ranks.regroup()
+    launcher.join()
+    assert 0.3 < time.monotonic() - begin < 5.0
+    assert (done.seats, done.answers) == ((0,), {})  # nothing of the ranks before is left
+    assert talk.memberships() == [wire.Membership(seats=(0,), deaths=(0,)), wire.Membership(seats=(0,), deaths=(1,))]
+
+
+def test_ranks_are_started_and_stopped_as_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One leaves and comes back before it has ended; one dies while it hands over; one that is lost is taken out."""
+    talk = Talk(3, monkeypatch)
+    ranks, answer, join, told, memberships, ended = (
+        talk.ranks,
+        talk.answer,
+        talk.join,
+        talk.told,
+        talk.memberships,
+        talk.ended,
+    )
     ranks.scale(frozenset((0, 1)))
     ranks.check()
     assert ranks.changes
