@@ -35,6 +35,7 @@ class EPGroup:
         device: of this rank's tensors.
         backend: "nccl" or "gloo".
         process_group: for torch.distributed; None in a group made by `single`.
+        alone: whether no other process has part in it: of `single`, `rehearsal`, and on standby.
         config: the deadlines.
         watch: the heartbeats of its ranks; None for a group made by `single`.
         destroyed: whether `destroy` was called: every call that needs the other ranks raises RuntimeError from then on.
@@ -64,7 +65,7 @@ class EPGroup:
         self.device = device
         self.backend = backend or backend_of(device)
         self.config = config
-        self.process_group = process_group
+        self.process_group, self.alone = process_group, process_group is None
         self.watch = watch
         self._parts: dict[tuple[tuple[int, ...], ...], GroupPart] = {}
         self._gathers: StoreGathers | None = None

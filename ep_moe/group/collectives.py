@@ -34,14 +34,14 @@ def begin_all_to_all(
     recv_counts: Sequence[int],
     send_counts: Sequence[int],
 ) -> dist.Work | None:
-    """Begin to exchange rows with every rank; None, and copies, without a process group (`EPGroup.rehearsal`).
+    """Begin to exchange rows with every rank; None, and copies, in a group that is alone.
 
     Args:
         incoming: written, [sum of recv_counts, ...]. outgoing: [sum of send_counts, ...]; both contiguous, by rank.
         recv_counts, send_counts: [R], rows.
     Errors: PeerLostError. Collective, no wait.
     """
-    if group.process_group is None:
+    if group.alone:
         group.check()
         own = outgoing.split(list(send_counts))[group.rank]
         for part in incoming.split(list(recv_counts)):  # as far as it sends itself as many rows as the others
@@ -56,13 +56,13 @@ def begin_all_to_all(
 
 
 def begin_all_gather(group: EPGroup, everyone: torch.Tensor, mine: torch.Tensor) -> dist.Work | None:
-    """Begin to gather a tensor of every rank; None, and copies, without a process group (`EPGroup.rehearsal`).
+    """Begin to gather a tensor of every rank; None, and copies, in a group that is alone.
 
     Args:
         everyone: written, [R * n, ...]. mine: [n, ...], of this shape and dtype on every rank; both contiguous.
     Errors: PeerLostError. Collective, no wait.
     """
-    if group.process_group is None:
+    if group.alone:
         group.check()
         everyone.view(group.num_ranks, *mine.shape).copy_(mine)
         return None

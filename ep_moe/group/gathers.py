@@ -1,10 +1,7 @@
 """All-gathers of bytes through the store that the ranks of a group share: no device and no process group takes part."""
 
 import time
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from ep_moe.group.base import EPGroup
+from typing import Any
 
 _FIRST_PAUSE_SECS, _LAST_PAUSE_SECS = 50e-6, 10e-3  # between two looks at the store
 
@@ -13,10 +10,10 @@ class StoreGathers:
     """Gathers of one group, numbered by their calls.
 
     Args:
-        group: the ranks. store: a connection of this rank, under keys that only the gathers of this group use.
+        group: the `EPGroup`. store: a connection of this rank, under keys that only the gathers of this group use.
     """
 
-    def __init__(self, group: "EPGroup", store: Any) -> None:
+    def __init__(self, group: Any, store: Any) -> None:
         self._group, self._store, self._number = group, store, 0
 
     def gather(self, data: bytes, phase: str, round: int) -> list[bytes]:  # noqa: A002

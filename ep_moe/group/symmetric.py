@@ -41,7 +41,7 @@ def why_unreachable(group: EPGroup, *, inside_nodes: bool = False) -> str:
         visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     else:
         mine, visible = "", {}
-    if group.process_group is None:
+    if group.alone:
         others = [other for uuid_, other in visible.items() if uuid_ != mine and group.num_ranks > 1]
         far = [other for other in others if not torch.cuda.can_device_access_peer(group.device, other)]
         return f"{group.device} has no access to the memory of cuda:{far[0]}" if far else ""
@@ -150,7 +150,7 @@ class SymmetricBuffer:
     def __init__(self, group: EPGroup, num_bytes: int) -> None:
         num_bytes = -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         self._mapped: object = None
-        if group.device.type == "cuda" and group.process_group is not None:
+        if group.device.type == "cuda" and not group.alone:
             from torch.distributed import _symmetric_memory  # only on GPUs: the CPU has none
 
             if shares_gpus():
@@ -161,7 +161,7 @@ class SymmetricBuffer:
             self._mapped, self.addresses = handle, tuple(handle.buffer_ptrs)
             self.local.zero_()
             torch.cuda.synchronize(group.device)
-        elif group.process_group is None:
+        elif group.alone:
             self.local = torch.zeros(num_bytes, dtype=torch.uint8, device=group.device)
             self.addresses = (self.local.data_ptr(),) * group.num_ranks
         else:

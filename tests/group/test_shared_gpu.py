@@ -61,7 +61,7 @@ def group_of(rank: int, gpus: list[int]) -> Any:
         return [said]
 
     device = torch.device("cuda", gpus[rank])
-    return SimpleNamespace(rank=rank, node=0, device=device, process_group=object(), all_gather_object=gather)
+    return SimpleNamespace(rank=rank, node=0, device=device, alone=False, all_gather_object=gather)
 
 
 @pytest.fixture

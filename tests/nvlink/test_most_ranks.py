@@ -52,7 +52,7 @@ def group_of(meeting: Meeting, rank: int) -> Any:
         config=GroupConfig(),
         watch=None,
         failure=None,
-        process_group=None,
+        alone=False,
         destroyed=False,
         all_gather_object=lambda word: meeting.gather(rank, word),
         barrier=meeting.barrier.wait,

@@ -66,7 +66,7 @@ class NvlinkTransport(Transport):
         self._group = group
         self._memory = memory
         self._states = SlotStates(config, group.device, ranks)
-        if group.process_group is None:  # of a rehearsal only this rank takes part
+        if group.alone:  # of a rehearsal only this rank takes part
             self._states.resume([rank == group.rank for rank in range(group.num_ranks)], (0,) * config.num_slots)
         self._faults = Faults(group, placement, config, self._memory, self._states)
         tuning = Tuning(most_receivers=most_receivers(group.device, config.num_slots), num_sms=config.num_sms)
