@@ -506,7 +506,8 @@ class GroupPart(EPGroup):
         super().__init__(place, device=whole.device, process_group=process_group, **options)
         if self.watch is not None:
             self.watch.abort_too(process_group)
-        self.whole, self.ranks, self._name = whole, ranks, f"part/{'-'.join(map(str, ranks))}"
+        self.whole, self.ranks = whole, ranks
+        self._name = f"part/{len(whole._parts)}/{'-'.join(map(str, ranks))}"  # parts of two splits may be equal
         self.place: tuple[str, int] | None = None
 
     def _place_of(self, phase: str, round_: int) -> tuple[str, int]:
