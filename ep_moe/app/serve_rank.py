@@ -119,6 +119,7 @@ class _Member(Member):
     def regroup(self, epoch: int, seats: tuple[int, ...], deaths: tuple[int, ...]) -> Joined:
         """See `Member`."""
         times = [time.perf_counter()]
+        self.session.leave()  # its graphs, which NCCL would wait for
         self.group = self.group.latest.regroup(epoch, seats, deaths)
         times.append(time.perf_counter())
         self.session.regroup(self.group)

@@ -230,12 +230,16 @@ def drop_world(holder: list[dist.ProcessGroup | None], backend: str) -> None:
     Args:
         holder: the process groups, to which the caller holds no other reference; emptied, for gloo in a thread, since
             dropping the last reference joins gloo's threads, which wait for the lost rank until the timeout.
-    Local.
+    Errors: RuntimeError if NCCL does not end. Local.
     """
     if backend == "nccl":  # waits for CUDA graphs that hold its operations, which their owner may still have
         abort = threading.Thread(target=dist.distributed_c10d._abort_process_group, name="ep_moe-abort", daemon=True)
         abort.start()
         abort.join(_ABORT_SECS)
+        if abort.is_alive():
+            raise RuntimeError(
+                f"NCCL has not ended within {_ABORT_SECS:g} s: CUDA graphs may hold operations of its group"
+            )
         return
     dist.destroy_process_group()
     threading.Thread(target=holder.clear, name="ep_moe-release", daemon=True).start()

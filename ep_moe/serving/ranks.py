@@ -178,6 +178,7 @@ class StoreRanks:
         self._deaths = collections.Counter[int]()  # of processes by seat, as the launcher tells all ranks of them
         self._ready: dict[int, int] = {}  # process of each rank that could take part
         self._members: dict[int, int] = {}  # of each rank that does
+        self._asked = self.seats  # those of the last order to regroup, and those that leave by it
         self._silent: dict[tuple[int, int], float] = {}  # seconds of waiting since the last answer, by seat and process
         self._joined: dict[int, Joined] = {}  # answers to the last membership
         self._forgotten: dict[int, set[int]] = collections.defaultdict(set)
@@ -321,7 +322,7 @@ class StoreRanks:
             self._epoch += 1
             members = {seat: process for seat, process in sorted(self._ready.items()) if seat not in leaving}
             self._joined = {}
-            deaths = tuple(self._deaths[seat] for seat in members)
+            self._asked, deaths = (*members, *leaving), tuple(self._deaths[seat] for seat in members)
             self._order(members | self._going, Membership(seats=tuple(members), deaths=deaths, leaving=leaving))
             try:
                 deadline, latest = math.inf, time.monotonic() + REGROUP_SECS
@@ -419,7 +420,8 @@ class StoreRanks:
         elif isinstance(content, Lost) and found.epoch == self._epoch:
             if not content.seats:
                 self._fail(content.text)
-            for each in content.seats:
+            # one that has lost none of those that it was to go on with cannot go on itself
+            for each in {*content.seats} & {*self._asked} or {seat}:
                 self._lose(each, content.text, content.still_there)
 
     def _lose(self, seat: int, why: str, still_there: bool = False) -> None:

@@ -33,6 +33,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from ep_moe.app.serve import bind
+from ep_moe.app.serve_rank import _Member
 from ep_moe.app.start import SHIPPED_MODEL
 from ep_moe.balance.rebalancer import RebalanceState, RebalanceStatus
 from ep_moe.balance.reports import status_entries
@@ -1214,15 +1215,21 @@ class Talk:
         self.ranks._found.put(Ended(seat=seat, process=process or seat + 10, how=how, again=None))
 
 
-def test_all_are_started_again_if_no_rank_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ep_moe.serving.ranks.REGROUP_SECS", 0.3)
+@pytest.mark.parametrize("says", ["", "rank 1 was killed by SIGKILL (noticed in connect)"])
+def test_all_are_started_again_if_no_rank_goes_on(says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within some time, or because the last one reports the loss of one that it was to go on without."""
+    limit = 20.0 if says else 0.3
+    monkeypatch.setattr("ep_moe.serving.ranks.REGROUP_SECS", limit)
     talk = Talk(2, monkeypatch)
     talk.ended(1, "was killed by SIGKILL")
     with pytest.raises(RanksChangedError):
         talk.ranks.check()
+    if says:
+        talk.answer(0, wire.Lost(seats=(1,), text=says, still_there=False), epoch=1)
 
     def start_again() -> None:
-        assert [talk.launcher.recv(), talk.launcher.recv()] == [(1, 11, 5.0), (0, 10, 0.0)]  # to be killed, 0 at once
+        secs = 5.0 if says else 0.0
+        assert [talk.launcher.recv(), talk.launcher.recv()] == [(1, 11, 5.0), (0, 10, secs)]  # are to be killed
         talk.ended(0, "was killed by SIGKILL")
         talk.answer(0, wire.Ready(), process=20)
         while talk.channel.send.call_count < 2:
@@ -1234,9 +1241,22 @@ def test_all_are_started_again_if_no_rank_goes_on(monkeypatch: pytest.MonkeyPatc
     begin = time.monotonic()
     done = talk.ranks.regroup()
     launcher.join()
-    assert 0.3 < time.monotonic() - begin < 5.0
+    assert (0.0 if says else limit) < time.monotonic() - begin < 5.0
     assert (done.seats, done.answers) == ((0,), {})  # nothing of the ranks before is left
     assert talk.memberships() == [wire.Membership(seats=(0,), deaths=(0,)), wire.Membership(seats=(0,), deaths=(1,))]
+
+
+def test_graphs_are_freed_before_a_group_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL ends no communicator whose operations a graph holds."""
+    monkeypatch.setattr("ep_moe.app.serve_rank.start_rebalancing", mock.Mock())
+    calls, member = mock.Mock(), object.__new__(_Member)
+    member.session, member.group, member._rows, member._rebalance = calls.session, calls.group, calls.rows, mock.Mock()
+    calls.rows.regroup.return_value, calls.session.placements = (), ()
+    member.regroup(1, (0,), (0,))
+    names = [
+        name for name, *_ in calls.mock_calls if name in ("session.leave", "group.latest.regroup", "session.regroup")
+    ]
+    assert names == ["session.leave", "group.latest.regroup", "session.regroup"]
 
 
 def test_ranks_are_started_and_stopped_as_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
