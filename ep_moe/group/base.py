@@ -386,8 +386,8 @@ class EPGroup:
             event.record(torch.cuda.current_stream(self.device))
             self.wait(event, phase=phase, round=round_)
         if self._gathers is None:
-            self._gathers = StoreGathers(self, self._connect("gathers"))
-        return self._gathers.gather(data, phase, round_)
+            self._gathers = StoreGathers(self._connect("gathers"))
+        return self._gathers.gather(self, data, phase, round_)
 
     def _connect(self, name: str) -> Any:
         """A connection to the store under keys of this name."""
@@ -458,12 +458,13 @@ class EPGroup:
         """`destroy`; with `at_once` in the background as far as other ranks may be waited for, as after a loss."""
         if self.destroyed:
             return
-        self.destroyed = True
+        self.destroyed, self._gathers = True, None
         if self.watch is None:
             return
         self.watch.leave()
         owned, at_once = self._epoch is not None, self.watch.lost() or (at_once and self.backend == "gloo")
         for part in self._parts.values():
+            part._gathers = None
             if at_once:
                 part.destroyed = True
             else:

@@ -10,20 +10,20 @@ class StoreGathers:
     """Gathers of one group, numbered by their calls.
 
     Args:
-        group: the `EPGroup`. store: a connection of this rank, under keys that only the gathers of this group use.
+        store: a connection of this rank, under keys that only these gathers use.
     """
 
-    def __init__(self, group: Any, store: Any) -> None:
-        self._group, self._store, self._number = group, store, 0
+    def __init__(self, store: Any) -> None:
+        self._store, self._number = store, 0
 
-    def gather(self, data: bytes, phase: str, round: int) -> list[bytes]:  # noqa: A002
+    def gather(self, group: Any, data: bytes, phase: str, round: int) -> list[bytes]:  # noqa: A002
         """Every rank's bytes, in rank order.
 
         Args:
-            phase, round: as of `EPGroup.wait`.
+            group: the `EPGroup`, of which nothing is kept: it has this object. phase, round: as of `EPGroup.wait`.
         Errors: PeerLostError if a rank is lost, or does not come within the group's timeout. Collective, host wait.
         """
-        group, number = self._group, self._number
+        number = self._number
         self._number += 1
         keys = [f"{number}/{rank}" for rank in range(group.num_ranks)]
         start, pause = time.monotonic(), _FIRST_PAUSE_SECS

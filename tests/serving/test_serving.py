@@ -1253,10 +1253,8 @@ def test_graphs_are_freed_before_a_group_is_left(monkeypatch: pytest.MonkeyPatch
     member.session, member.group, member._rows, member._rebalance = calls.session, calls.group, calls.rows, mock.Mock()
     calls.rows.regroup.return_value, calls.session.placements = (), ()
     member.regroup(1, (0,), (0,))
-    names = [
-        name for name, *_ in calls.mock_calls if name in ("session.leave", "group.latest.regroup", "session.regroup")
-    ]
-    assert names == ["session.leave", "group.latest.regroup", "session.regroup"]
+    order = ["session.leave", "group.latest.regroup", "session.regroup"]
+    assert [name for name, *_ in calls.mock_calls if name in order] == order
 
 
 def test_ranks_are_started_and_stopped_as_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
