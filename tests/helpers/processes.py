@@ -32,20 +32,25 @@ def processes_with(mark: str) -> list[int]:
     return sorted(found)
 
 
+def _fields(process: int) -> list[str]:
+    """Those of its line in /proc behind its name, which is field 2, in brackets."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+
+
 def parent_of(process: int) -> int:
-    """The parent's id; field 4 of the line, where field 2 is a name in brackets."""
-    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    """The parent's id."""
+    return int(_fields(process)[1])
 
 
 def ranks_of(process: int) -> list[int]:
     """The processes that a command has started, in their order: children of its child, the fork server. Of a server the
-    first is the front end."""
+    first is the front end. Ids begin again from 1 once there have been some ten thousands."""
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):  # it has ended, or has no parent
             if entry.name.isdigit() and parent_of(parent_of(int(entry.name))) == process:
-                found.append(int(entry.name))
-    return sorted(filter(is_running, found))
+                found.append((int(_fields(int(entry.name))[19]), int(entry.name)))  # when it began, in 1/100 s
+    return [each for _, each in sorted(found) if is_running(each)]
 
 
 def actors_with(mark: str) -> list[int]:
