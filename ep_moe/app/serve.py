@@ -149,7 +149,7 @@ def serve(engine: EngineConfig, config: ServeConfig, rebalance: RebalanceConfig 
     if LaunchEnv.from_environ() is not None:
         return on_ranks(target, engine, config, rebalance)
     from ep_moe.launch import Front, RankFailedError, start_server  # which imports torch
-    from ep_moe.launch.signals import first_sigterm
+    from ep_moe.launch.signals import ending_of, first_sigterm
 
     start_server(PRELOAD if engine.ray or pick_device(engine) == "cpu" else ())
     with front_end(bind(config.host, config.port), engine, config, "forkserver") as (connection, process):
@@ -176,7 +176,9 @@ def serve(engine: EngineConfig, config: ServeConfig, rebalance: RebalanceConfig 
         process.join(FAREWELL_SECS)
     if process.exitcode == DRAINED:
         raise SystemExit(128 + signal.SIGTERM)
-    raise RuntimeError("the process that speaks HTTP has ended, its error is on stderr")
+    code = process.exitcode
+    how = "has not ended" if code is None else ending_of(code)
+    raise RuntimeError(f"the process that speaks HTTP {how}; an error of its own is on stderr")
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from ep_moe.group import DEATHS_KEY, DEFAULT_CONFIG, StorePlace, secret_key, ser
 from ep_moe.launch.outcomes import DIED, Failure
 from ep_moe.launch.rank import Target, call_payload, rank_environ, read_outcome, run_pickled
 from ep_moe.launch.server import open_standard_descriptors, start_server
-from ep_moe.launch.signals import held_back, terminable
+from ep_moe.launch.signals import ending_of, held_back, terminable
 from ep_moe.launch.supervised import Front, SupervisedRanks
 
 HOST = "127.0.0.1"  # all ranks are on this machine
@@ -162,10 +162,7 @@ class _Ranks(SupervisedRanks):
         code = self._processes[rank].exitcode
         if code is None:
             return "closed its pipe without a result"
-        if code < 0:
-            names = {number.value: number.name for number in signal.Signals}
-            return f"was killed by {names.get(-code, f'signal {-code}')}"
-        return f"exited with code {code} without a result"
+        return ending_of(code) + " without a result" * (code >= 0)
 
 
 def _child(pipe: Connection, stderr: Connection, environ: dict[str, str], payload: bytes) -> None:

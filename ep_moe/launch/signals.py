@@ -9,6 +9,14 @@ from typing import Any
 _before_leaving: list[Callable[[], None]] = []  # calls in place of the next SIGTERM's end
 
 
+def ending_of(code: int) -> str:
+    """How a process ended, by multiprocessing's exit code. Local."""
+    if code >= 0:
+        return f"exited with code {code}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"was killed by {names.get(-code, f'signal {-code}')}"
+
+
 @contextlib.contextmanager
 def first_sigterm(call: Callable[[], None]) -> Iterator[None]:
     """The first SIGTERM while ranks run makes a call, in the main thread, and ends nothing; the second one does."""
