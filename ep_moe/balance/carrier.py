@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ep_moe.group import EPGroup
 from ep_moe.group.collectives import begin_all_to_all
+from ep_moe.group.parts import split
 from ep_moe.group.symmetric import SymmetricBuffer
 
 ALIGNMENT = 16  # of parcels and of the tensors in them
@@ -121,7 +122,7 @@ class Carrier:
             self.spare, outgoing = (torch.empty(num_bytes, dtype=torch.uint8, device=group.device) for _ in range(2))
             self._outgoing = [outgoing]
             if group.process_group is not None:
-                self._part = group.split((tuple(range(group.num_ranks)),))
+                self._part = split(group, (tuple(range(group.num_ranks)),))
         self.begin([], _nothing)  # makes the communicator
         self.wait()
 

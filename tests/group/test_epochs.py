@@ -16,6 +16,7 @@ from ep_moe.config import GroupConfig
 from ep_moe.environment import LaunchEnv
 from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.group.joining import Epoch, _agree_on_seats
+from ep_moe.group.parts import split
 from ep_moe.launch import RankFailedError, launch
 
 CONFIG = GroupConfig(timeout_secs=20.0, heartbeat_secs=0.2)
@@ -24,7 +25,7 @@ AT_ONCE_SECS = 3.0
 
 def seats_seen(group: EPGroup) -> list[int]:
     """The seats of all ranks, by a collective of the process group, one of the store and one of a part."""
-    group.split((tuple(range(group.num_ranks)),)).barrier()
+    split(group, (tuple(range(group.num_ranks)),)).barrier()
     group.wait_for_all("see")
     return group.all_gather_object(group.seat)
 

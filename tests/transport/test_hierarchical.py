@@ -17,6 +17,7 @@ from helpers.lost import be_lost, record, recorded
 from ep_moe.config import GroupConfig, Layout, TransportConfig
 from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.group.joining import num_gpu_ranks
+from ep_moe.group.parts import split
 from ep_moe.launch import RankFailedError, launch
 from ep_moe.placement import Placement
 from ep_moe.quant import SCHEMES, get_scheme
@@ -216,7 +217,7 @@ def fail_on_one_node(group: EPGroup) -> list[str]:
             except (RuntimeError, ValueError) as error:
                 said.append(str(error))
     try:
-        group.split(((7, 8),))
+        split(group, ((7, 8),))
     except ValueError as error:
         said.append(str(error))
     check_round(make(group, case.make_placement(), case.config, per_node=2, chunk=2), case, group.device)

@@ -17,7 +17,7 @@ import torch
 
 from ep_moe.config import Layout, TransportConfig
 from ep_moe.group import EPGroup, PeerLostError
-from ep_moe.group.base import GroupPart
+from ep_moe.group.parts import GroupPart, split
 from ep_moe.group.symmetric import why_unreachable
 from ep_moe.layout import Flat, TokenRows, merge_repeats, weighted_sum
 from ep_moe.placement import Placement
@@ -78,7 +78,7 @@ class Relay:
     def __init__(
         self, group: EPGroup, grid: NodeGrid, placement: Placement, config: TransportConfig, inside: str
     ) -> None:
-        part = group.split(grid.nodes)
+        part = split(group, grid.nodes)
         self._part, self._grid = part, grid
         part.place = group.next_gather  # in which `make_relay` meets the other nodes, some of which make nothing
         self.first, self.last = grid.experts(placement)[grid.node]
