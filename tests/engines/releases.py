@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from pathlib import Path
 
@@ -53,8 +54,8 @@ def cache_folder() -> Path:
     return folder
 
 
-def pip(*arguments: str) -> None:
-    """Run pip. Errors: Unavailable with its last line."""
+def pip(*arguments: str) -> str:
+    """Run pip; what it prints. Errors: Unavailable with its last line."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
@@ -63,6 +64,7 @@ def pip(*arguments: str) -> None:
     if found.returncode:
         lines = [line for line in found.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
         raise Unavailable(lines[-1])
+    return found.stdout
 
 
 def unpacked(name: str, version: str, cache: Path) -> Path:
@@ -83,7 +85,7 @@ def unpacked(name: str, version: str, cache: Path) -> Path:
 
 
 def dependencies(name: str, version: str, cache: Path) -> Path:
-    """A folder with what a release imports, which only its processes see."""
+    """A folder with what a release of `ENGINES` imports, which only its processes see."""
     lists = [HERE / f"requirements-{key}.txt" for key in (name, f"{name}-{version}")]
     lists = [path for path in lists if path.is_file()]
     wanted = "".join(path.read_text() for path in lists)
@@ -144,6 +146,41 @@ def start(name: str, version: str, paths: list[Path], work: Path, world: int, ra
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def prepare(folder: Path) -> Path:
+    """Write checkpoints and entry points to a folder, which is returned."""
+    entry_points(folder / "entries")
+    command = [sys.executable, str(HERE / "checkpoints.py"), str(folder / "checkpoints")]
+    subprocess.run(command, env=ENVIRON, check=True, stderr=subprocess.DEVNULL)
+    return folder
+
+
+def run(name: str, version: str, work: Path, like: str | None = None) -> list[str]:
+    """Run the cases of a release on 1 and 2 ranks at the same time, and print their lines; returns what has failed.
+
+    Args:
+        work: of `prepare`. like: the release of `ENGINES` with the same dependencies.
+    Errors: Unavailable.
+    """
+    cache = cache_folder()
+    paths = [unpacked(name, version, cache), dependencies(name, like or version, cache), work / "entries", ROOT, HERE]
+    ranks = [(world, rank) for world in WORLDS for rank in range(world)]
+    running = {(world, rank): start(name, version, paths, work, world, rank) for world, rank in ranks}
+    deadline, failed = time.monotonic() + TIMEOUT_SECS, []
+    for (world, rank), process in running.items():
+        try:
+            code = process.wait(max(1.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = None
+        text = (work / f"{world}-{rank}.log").read_text()
+        lines = [line for line in text.splitlines() if line.startswith("rank ")]
+        print("\n".join(f"{name} {version}, {line}" for line in lines), flush=True)
+        if code != 0 or "all cases passed" not in text:
+            shown = "\n".join(line for line in text.splitlines() if "Loading" not in line and "WARNING" not in line)
+            failed.append(f"rank {rank} of {world} (exit code {code}):\n{shown[-SHOWN_CHARS:]}")
+    return failed
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import contextlib
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -28,15 +27,11 @@ from releases import (
     ENGINES,
     ENVIRON,
     HERE,
-    ROOT,
-    SHOWN_CHARS,
     TIMEOUT_SECS,
-    WORLDS,
     Unavailable,
     cache_folder,
-    dependencies,
-    entry_points,
-    start,
+    prepare,
+    run,
     unpacked,
 )
 
@@ -56,11 +51,7 @@ def needed(name: str) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with checkpoints and entry points."""
-    folder = tmp_path_factory.mktemp("engines")
-    entry_points(folder / "entries")
-    command = [sys.executable, str(HERE / "checkpoints.py"), str(folder / "checkpoints")]
-    subprocess.run(command, env=ENVIRON, check=True, stderr=subprocess.DEVNULL)
-    return folder
+    return prepare(tmp_path_factory.mktemp("engines"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -76,24 +67,8 @@ def test_a_release(name: str, version: str, work: Path) -> None:
     """The cases of a release on 1 and 2 ranks at the same time."""
     if DEVICE == "cuda" and name == "sglang":
         pytest.skip("on a GPU it calls compiled kernels of its own")
-    cache = cache_folder()
     with needed(f"{name} {version}"):
-        paths = [unpacked(name, version, cache), dependencies(name, version, cache), work / "entries", ROOT, HERE]
-    ranks = [(world, rank) for world in WORLDS for rank in range(world)]
-    running = {(world, rank): start(name, version, paths, work, world, rank) for world, rank in ranks}
-    deadline, failed = time.monotonic() + TIMEOUT_SECS, []
-    for (world, rank), process in running.items():
-        try:
-            code = process.wait(max(1.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            code = None
-        text = (work / f"{world}-{rank}.log").read_text()
-        lines = [line for line in text.splitlines() if line.startswith("rank ")]
-        print("\n".join(f"{name} {version}, {line}" for line in lines), flush=True)
-        if code != 0 or "all cases passed" not in text:
-            shown = "\n".join(line for line in text.splitlines() if "Loading" not in line and "WARNING" not in line)
-            failed.append(f"rank {rank} of {world} (exit code {code}):\n{shown[-SHOWN_CHARS:]}")
+        failed = run(name, version, work)
     assert not failed, "\n".join(failed)
 
 
