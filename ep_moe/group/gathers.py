@@ -4,6 +4,7 @@ import time
 from typing import Any
 
 _FIRST_PAUSE_SECS, _LAST_PAUSE_SECS = 50e-6, 10e-3  # between two looks at the store
+_MOST_BYTES = 1 << 20  # of a value: torch's store takes no more than 8 MiB
 
 
 class StoreGathers:
@@ -15,6 +16,7 @@ class StoreGathers:
 
     def __init__(self, store: Any) -> None:
         self._store, self._number = store, 0
+        self._written: list[str] = []  # keys of this rank of the gather before
 
     def gather(self, group: Any, data: bytes, phase: str, round: int) -> list[bytes]:  # noqa: A002
         """Every rank's bytes, in rank order.
@@ -29,7 +31,12 @@ class StoreGathers:
         start, pause = time.monotonic(), _FIRST_PAUSE_SECS
         with group.explained(), group.waiting(phase, round):
             group.check()
-            self._store.set(keys[group.rank], data)
+            own = keys[group.rank]
+            pieces = [data[first : first + _MOST_BYTES] for first in range(0, len(data), _MOST_BYTES)]
+            written = [f"{own}/{place}" for place in range(len(pieces))]
+            for key, piece in zip(written, pieces, strict=True):
+                self._store.set(key, piece)
+            self._store.set(own, str(len(pieces)))  # last: then they are all there
             while not self._store.check(keys):
                 group.check()
                 if time.monotonic() - start > group.config.timeout_secs:
@@ -37,7 +44,12 @@ class StoreGathers:
                     raise group.blame(ranks, phase, round, reason)
                 time.sleep(pause)
                 pause = min(1.5 * pause, _LAST_PAUSE_SECS)
-            found = self._store.multi_get(keys)
-            if number:  # all ranks have read those of the gather before, since they have come to this one
-                self._store.delete_key(f"{number - 1}/{group.rank}")
+            counts = [int(count) for count in self._store.multi_get(keys)]
+            found = [
+                b"".join(self._store.get(f"{key}/{place}") for place in range(count))
+                for key, count in zip(keys, counts, strict=True)
+            ]
+            for key in self._written:  # which all ranks have read, since they have come to this gather
+                self._store.delete_key(key)
+            self._written = [*written, own]
         return found

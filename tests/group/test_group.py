@@ -98,7 +98,7 @@ def use_collectives(group: EPGroup) -> tuple[list[Any], list[float], list[float]
         received = exchange(group, round_)
     summed = group.all_reduce_sum(torch.tensor([1.0, float(group.rank)]))
     group.barrier()
-    gathered = group.all_gather_object({"rank": group.rank, "text": "x" * 1000 * group.rank})
+    gathered = group.all_gather_object({"rank": group.rank, "text": "x" * 9_000_000 * group.rank})
     after = (group.rank + 1) % group.num_ranks
     before = (group.rank - 1) % group.num_ranks
     ring = torch.full((2,), float("nan"))
@@ -111,7 +111,7 @@ def use_collectives(group: EPGroup) -> tuple[list[Any], list[float], list[float]
 
 
 def test_collectives() -> None:
-    gathered = [{"rank": rank, "text": "x" * 1000 * rank} for rank in range(3)]
+    gathered = [{"rank": rank, "text": "x" * 9_000_000 * rank} for rank in range(3)]
     expected = (gathered, [3, 0 + 1 + 2], [0, 1, 2])
     assert launch(use_collectives, num_ranks=3, config=CONFIG, device="cpu") == [expected] * 3
 

@@ -26,7 +26,7 @@ from test_serve import Server, started
 
 from ep_moe.app.start import SHIPPED_MODEL
 
-SECS, SEED = float(os.environ.get("EP_MOE_CHAOS_SECS", "20")), int(os.environ.get("EP_MOE_CHAOS_SEED", "0"))
+SECS, SEED = float(os.environ.get("EP_MOE_CHAOS_SECS", "40")), int(os.environ.get("EP_MOE_CHAOS_SEED", "0"))
 NUM_STREAMS, NUM_RANKS = 16, 4
 TIMEOUT_SECS = 3.0
 FAULTY = Path(__file__).with_name("faulty.py")
