@@ -30,16 +30,16 @@ def newest(name: str) -> str:
 
 def moved(name: str, version: str, tested: str) -> list[str]:
     """What differs in a release from the one that is tested."""
-    cache = cache_folder()
+    cache, wrong = cache_folder(), list[str]()
     try:
         unpacked(name, version, cache)
-        wrong = compared(cache, {f"{name} {tested}": version})
-        if name not in dict(ENGINES):
-            return wrong
-        with tempfile.TemporaryDirectory() as work:
-            return wrong + run(name, version, prepare(Path(work)), like=tested)
-    except (Unavailable, OSError, SyntaxError) as error:  # a file that has moved, or is written for a newer Python
-        return [f"{type(error).__name__}: {error}"]
+        wrong += compared(cache, {f"{name} {tested}": version})
+        if name in dict(ENGINES):
+            with tempfile.TemporaryDirectory() as work:
+                wrong += run(name, version, prepare(Path(work)), like=tested)
+    except (Unavailable, OSError, SyntaxError) as error:  # a file that is written for a newer Python, among others
+        wrong.append(f"{type(error).__name__}: {error}")
+    return wrong
 
 
 def main() -> int:

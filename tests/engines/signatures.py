@@ -171,9 +171,14 @@ def of_class(node: ast.ClassDef) -> Iterator[tuple[str, Parameters]]:
 
 
 def theirs(folder: Path, files: dict[str, str]) -> dict[str, Parameters]:
-    """The parameters of a release's calls by name, of a method after a dot; of an enumeration its members."""
+    """The parameters of a release's calls by name, of a method after a dot; of an enumeration its members.
+
+    Calls of a file that is not there are left out.
+    """
     found: dict[str, Parameters] = {}
     for path, names in files.items():
+        if not (folder / path).is_file():
+            continue
         for node in ast.parse((folder / path).read_text(encoding="utf-8")).body:
             if isinstance(node, ast.FunctionDef) and node.name in names.split():
                 found[node.name] = of_function(node)
@@ -325,7 +330,7 @@ def compared(cache: Path, others: Mapping[str, str] | None = None) -> list[str]:
             wrong.append(f"docs/functional.md does not name {release}")
         version = (others or {}).get(f"{WHEELS[library]} {version}", version)
         calls = theirs(unpacked(WHEELS[library], version, cache), files)
-        wrong += [f"{release} has no {name}" for name in set(" ".join(files.values()).split()) - calls.keys()]
+        wrong += [f"{library} {version} has no {name}" for name in set(" ".join(files.values()).split()) - calls.keys()]
         for call, other in calls.items():
             if call.partition(".")[0] not in REFUSED:
                 found |= {(call, difference) for difference in differences(ours(library, call), other)}
