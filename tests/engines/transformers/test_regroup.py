@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.decoding import MODELS, sharded_model
+from helpers.decoding import MODELS, captured_on_a_cpu, sharded_model
 from helpers.lost import record, recorded
 from helpers.small_models import make_model
 
@@ -445,9 +445,9 @@ def test_a_window_that_was_overwritten_ends_its_row() -> None:
     assert [step[0] for step in made[0]] == [step[0] for step in made[1]]
 
 
-def _no_graphs(model: Any) -> bool:
+def _graphs(model: Any) -> bool:
     """For a model that has a transport: without one it raises."""
-    return model.ep_moe.transport is None
+    return model.ep_moe.transport is not None
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -458,23 +458,27 @@ def test_rows_that_were_made_before_the_experts(name: str, tmp_path: Path) -> No
     starts = tuple(RowStart(row=row, prompt=prompt, max_new_tokens=8) for row, prompt in enumerate(prompts))
     first = RowsPlan(ended=((),), starts=(starts,), chunks=(((0, 3), (1, 5)),))
     passes_ = RowsPlan(ended=((),), starts=((),), passes=6, shapes=(pass_shape(2, CAPACITY, False),))
-    made = []
+    made, captures = [], []
     for later in (False, True):
         group = EPGroup.single("cpu")
         group.standby = later
         model = from_pretrained(tmp_path, group, dtype=torch.float32)
-        rehearsals = [Rehearsal(1, 2), Rehearsal(0, 1)] if later else []
-        rows = RowDecoder(
-            model,
-            num_rows=2,
-            num_positions=CAPACITY,
-            end_ids=(),
-            graphs=functools.partial(_no_graphs, model),
-            rehearsals=rehearsals,
-        )
-        if later:
-            model.ep_moe.regroup(EPGroup.single("cpu"))
-            assert rows.regroup() == ()
-        made.append([rows.run(first).tokens, *(rows.run(passes_).tokens for _ in range(2))])
+        rehearsals, before = [Rehearsal(1, 2), Rehearsal(0, 1)] if later else [], 0
+        with captured_on_a_cpu() as counts:
+            rows = RowDecoder(
+                model,
+                num_rows=2,
+                num_positions=CAPACITY,
+                end_ids=(),
+                graphs=functools.partial(_graphs, model),
+                rehearsals=rehearsals,
+            )
+            if later:
+                before = len(counts)
+                model.ep_moe.regroup(EPGroup.single("cpu"))
+                assert rows.regroup() == ()
+            made.append([rows.run(first).tokens, *(rows.run(passes_).tokens for _ in range(2))])
+        captures.append(len(counts) - before)
         assert int(model.ep_moe.expert_load.sum()) > 0
     assert made[0] == made[1]
+    assert captures[0] == captures[1] > 0  # none of a rehearsal counts: ranks would run different numbers of passes
