@@ -92,7 +92,7 @@ def rank_main(group: Any, *args: Any) -> Any:
     faults.before(ReferenceExperts, "__call__")
     faults.before(Rebalancer, "_change", "moving")
     faults.before(joining, "_init_world", "joining")
-    faults.before(regrouping, "_move", "healing")
+    faults.before(regrouping, "move_experts", "healing")
     return serve_rank_main(group, *args)
 
 

@@ -14,8 +14,8 @@ from ep_moe.balance import RebalanceStatus
 from ep_moe.balance.carrier import copy_all
 from ep_moe.config import Layout
 from ep_moe.engines.transformers.experts import ExpertsModule, activation_of, are_views, state_of, weights_of
+from ep_moe.engines.transformers.moving import HeldExperts
 from ep_moe.engines.transformers.regrouping import (
-    HeldExperts,
     Recipe,
     Regrouped,
     Rehearsal,

@@ -18,8 +18,9 @@ from ep_moe.engines.common.transports import with_topk
 from ep_moe.engines.transformers.architectures import keep_in_step, num_topk_of
 from ep_moe.engines.transformers.experts import LOCAL, SHARDED, ExpertsModule, drop_parameters
 from ep_moe.engines.transformers.hooks import NAME, Session, ShardedExperts
+from ep_moe.engines.transformers.moving import HeldExperts
 from ep_moe.engines.transformers.norms import replace_norms
-from ep_moe.engines.transformers.regrouping import ExpertSource, HeldExperts, Recipe
+from ep_moe.engines.transformers.regrouping import ExpertSource, Recipe
 from ep_moe.engines.transformers.routers import replace_routers
 from ep_moe.engines.transformers.saving import save_pretrained
 from ep_moe.group import EPGroup

@@ -17,24 +17,25 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ep_moe.balance.carrier import Carrier, Parcel, aligned
+from ep_moe.balance.carrier import Carrier
 from ep_moe.balance.handover import plan_handover
 from ep_moe.config import MoEConfig, TransportConfig
 from ep_moe.engines.common.model import Agreement, check_placements, counting_table, warm_up
+from ep_moe.engines.transformers.moving import (
+    HeldExperts,
+    Way,
+    arriving_bytes,
+    maps_peers,
+    move_experts,
+    row_bytes,
+    rows_of,
+    with_rows,
+)
 from ep_moe.group import EPGroup
-from ep_moe.group.collectives import begin_all_to_all
-from ep_moe.group.symmetric import why_unreachable
 from ep_moe.layer import ExpertParallelMoE
 from ep_moe.placement import Placement
-from ep_moe.quant import StoredMatrix
-from ep_moe.routing import PositionTable
 from ep_moe.transport import Transport, create_transport
-from ep_moe.weights import Checkpoint, ExpertWeights, PerExpert
-
-_SHARED = "w13_input_scale"  # of all experts, the same on all ranks
-_OUTPUT_SCALES = ("w13_output_scale", "w13_gate_output_scale", "w2_output_scale")  # 1 on a rank that has none
-
-_OPTIONAL = ("w13_bias", "w2_bias", "w2_input_scale", "w13_order")
+from ep_moe.weights import Checkpoint, ExpertWeights
 
 _REHEARSED = ("auto", "local", "collective", "gathered", "peer", "nvlink")  # without other processes
 
@@ -139,41 +140,6 @@ class Rehearsal(NamedTuple):
     num_physical: int | None = None
 
 
-@dataclasses.dataclass(kw_only=True, slots=True)
-class HeldExperts:
-    """What this rank has of one layer, between two groups or before its first.
-
-    Args: experts: logical, in the order of `weights`. counts: [E] int64, tokens of this rank by expert; None for none.
-    """
-
-    experts: tuple[int, ...]
-    weights: ExpertWeights
-    counts: torch.Tensor | None = None
-
-    @classmethod
-    def of(cls, layer: ExpertParallelMoE) -> "HeldExperts":
-        """Those of a layer. Local."""
-        table = layer.positions
-        counts = table.counts if isinstance(table, PositionTable) else None
-        return cls(experts=layer.placement.local_experts(layer.transport.rank), weights=layer.weights, counts=counts)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Way:
-    """How an expert comes to position `index` of rank `target`: from a row of rank `source`, or, if that is None, of
-    what the target reads."""
-
-    expert: int
-    target: int
-    index: int
-    source: int | None
-    row: int
-
-    @property
-    def travels(self) -> bool:
-        return self.source not in (None, self.target)
-
-
 def regroup_experts(
     recipe: Recipe, held: Sequence[HeldExperts], group: EPGroup, lost: str
 ) -> tuple[Transport, tuple[ExpertParallelMoE, ...], Regrouped]:
@@ -189,7 +155,7 @@ def regroup_experts(
     placements, ways = _bring(recipe, held, group, lost, (), secs)
     with _timed(secs, "layers"):
         transport, layers = _make(recipe, held, placements, group)
-    sizes = [sum(_row_bytes(rows) for rows in _rows_of(each.weights).values()) for each in held]
+    sizes = [sum(row_bytes(rows) for rows in rows_of(each.weights).values()) for each in held]
     travelling, reading = ([sum(chosen(way) for way in of_layer) for of_layer in ways] for chosen in _KINDS)
     done = Regrouped(
         epoch=group.epoch,
@@ -244,7 +210,7 @@ def _bring(
     lost: str,
     leaving: Collection[int],
     secs: dict[str, float],
-) -> tuple[tuple[Placement, ...], list[list["_Way"]]]:
+) -> tuple[tuple[Placement, ...], list[list["Way"]]]:
     """Bring experts to the ranks that do not leave; returns where they are and how they came. Collective."""
     with _timed(secs, "plan"):
         ranks = group.all_gather_object(
@@ -258,29 +224,18 @@ def _bring(
         ]
     with _timed(secs, "read"):
         read = _read(recipe, ways, group, lost)
-        mine = [{*_rows_of(each.weights), *_rows_of(read.get(index))} for index, each in enumerate(held)]
+        mine = [{*rows_of(each.weights), *rows_of(read.get(index))} for index, each in enumerate(held)]
         everywhere = group.all_gather_object(mine)
     with _timed(secs, "move"), contextlib.ExitStack() as ends:
         names = [sorted(set().union(*(of_rank[index] for of_rank in everywhere))) for index in range(len(held))]
-        carrier, most = None, max(map(_arriving_bytes, held, ways, names))
-        if most and _maps_peers(group):
+        carrier, most = None, max(map(arriving_bytes, held, ways, names))
+        if most and maps_peers(group):
             carrier = Carrier(group, most, mapped=True)
             ends.callback(carrier.destroy)
         for index, each in enumerate(held):
-            _move(each, read.pop(index, None), ways[index], placements[index], names[index], group, index, carrier)
+            place = ways[index], placements[index], names[index]
+            move_experts(each, read.pop(index, None), *place, group, index, carrier)
     return placements, ways
-
-
-def _maps_peers(group: EPGroup) -> bool:
-    """Whether experts are stored into other ranks' memory: then NCCL, which takes long to begin, is not needed."""
-    return group.device.type == "cuda" and not why_unreachable(group)
-
-
-def _arriving_bytes(held: HeldExperts, ways: Sequence[_Way], names: Sequence[str]) -> int:
-    """The most bytes of a layer's experts that a rank gets from others."""
-    counts = collections.Counter(way.target for way in ways if way.travels)
-    row_bytes = sum(map(_row_bytes, _complete(held.weights, names).values()))
-    return max(counts.values(), default=0) * aligned(row_bytes)
 
 
 _KINDS = (lambda way: way.travels, lambda way: way.source is None)
@@ -327,9 +282,9 @@ def _positions_on(num_ranks: int, num_experts: int, first: int, first_ranks: int
     return min(first, max(num_experts, first * num_ranks // first_ranks), num_experts * num_ranks)
 
 
-def _ways_to(placement: Placement, held: Sequence[Sequence[int]]) -> list[_Way]:
+def _ways_to(placement: Placement, held: Sequence[Sequence[int]]) -> list[Way]:
     """The ways of one layer's experts from where they are, by rank, in the order of positions."""
-    ways, sent, num_read = list[_Way](), [0] * len(held), [0] * len(held)
+    ways, sent, num_read = list[Way](), [0] * len(held), [0] * len(held)
     for target in range(placement.num_ranks):
         for index, expert in enumerate(placement.local_experts(target)):
             holders = [rank for rank, experts in enumerate(held) if expert in experts]
@@ -340,11 +295,11 @@ def _ways_to(placement: Placement, held: Sequence[Sequence[int]]) -> list[_Way]:
             else:
                 row = held[source].index(expert)
                 sent[source] += source != target
-            ways.append(_Way(expert=expert, target=target, index=index, source=source, row=row))
+            ways.append(Way(expert=expert, target=target, index=index, source=source, row=row))
     return ways
 
 
-def _read(recipe: Recipe, ways: Sequence[Sequence[_Way]], group: EPGroup, lost: str) -> dict[int, ExpertWeights]:
+def _read(recipe: Recipe, ways: Sequence[Sequence[Way]], group: EPGroup, lost: str) -> dict[int, ExpertWeights]:
     """What this rank reads, by layer. Collective if a rank reads anything."""
     needed = [(layer, way) for layer, of_layer in enumerate(ways) for way in of_layer if way.source is None]
     if not needed:
@@ -362,103 +317,6 @@ def _read(recipe: Recipe, ways: Sequence[Sequence[_Way]], group: EPGroup, lost: 
             return recipe.source.read(mine) if mine else {}
         except (OSError, ValueError) as error:
             raise RuntimeError(f"{what}, and the checkpoint cannot be read again: {error}") from error
-
-
-def _rows_of(weights: ExpertWeights | None) -> dict[str, torch.Tensor]:
-    """The tensors of which each expert has a row, by name."""
-    return {} if weights is None else {n: each for n, each in weights.named_tensors.items() if n != _SHARED}
-
-
-def _row_bytes(rows: torch.Tensor) -> int:
-    return rows.element_size() * torch.Size(rows.shape[1:]).numel()
-
-
-def _complete(weights: ExpertWeights, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """`_rows_of` with all that other ranks have: factors of outputs, which are 1 here."""
-    rows = _rows_of(weights)
-    for name in names:
-        if name not in rows:
-            if name not in _OUTPUT_SCALES:
-                raise RuntimeError(f"{name} of experts is on some ranks only: these have loaded other weights")
-            rows[name] = torch.ones(weights.num_local_experts, dtype=torch.float32, device=weights.w2.values.device)
-    return rows
-
-
-def _bytes(rows: torch.Tensor) -> torch.Tensor:
-    """[L, n] uint8, a view of contiguous rows."""
-    return (rows[:, None] if rows.dim() == 1 else rows.flatten(1)).view(torch.uint8)
-
-
-@torch.inference_mode()
-def _move(
-    held: HeldExperts,
-    read: ExpertWeights | None,
-    ways: Sequence[_Way],
-    placement: Placement,
-    names: Sequence[str],
-    group: EPGroup,
-    layer: int,
-    carrier: Carrier | None,
-) -> None:
-    """Exchange the experts of a layer that travel, and put together what this rank has from now on. Collective."""
-    rank, rows = group.rank, _complete(held.weights, names)
-    flat = {name: _bytes(each.contiguous()) for name, each in rows.items()}
-    ends = list(itertools.accumulate(each.shape[1] for each in flat.values()))
-    spans = {name: slice(end - each.shape[1], end) for (name, each), end in zip(flat.items(), ends, strict=True)}
-    travelling = [way for way in ways if way.travels]
-    arriving = sorted((way for way in travelling if way.target == rank), key=lambda way: way.source or 0)
-    if not travelling:
-        incoming = torch.empty(0, ends[-1], dtype=torch.uint8, device=group.device)
-    elif carrier is not None:
-        size = aligned(ends[-1])
-        parcels = [Parcel(source=way.source or 0, target=way.target, num_bytes=size) for way in travelling]
-        group.barrier()  # all have read what came of the layer before
-        carrier.begin(
-            parcels,
-            lambda number, memory: [(memory[spans[name]], each[travelling[number].row]) for name, each in flat.items()],
-        )
-        carrier.wait()
-        group.barrier()
-        incoming = carrier.spare[: len(arriving) * size].view(len(arriving), size)  # in the order of `arriving`
-    else:
-        leaving = [way for way in travelling if way.source == rank]
-        outgoing = torch.empty(len(leaving), ends[-1], dtype=torch.uint8, device=group.device)
-        for name, each in flat.items():
-            outgoing[:, spans[name]] = each[[way.row for way in leaving]]
-        counts = (
-            [sum(way.source == other for way in arriving) for other in range(group.num_ranks)],
-            [sum(way.target == other for way in leaving) for other in range(group.num_ranks)],
-        )
-        incoming = outgoing.new_empty(len(arriving), ends[-1])
-        work = begin_all_to_all(group, incoming, outgoing, *counts)
-        if work is not None:
-            group.wait(work, phase="regroup", round=layer)
-    experts = placement.local_experts(rank)
-    if experts == held.experts:
-        return
-    kept = [way for way in ways if way.target == way.source == rank]
-    reads = [way for way in ways if way.target == rank and way.source is None]
-    found = {} if read is None else {name: _bytes(each) for name, each in _complete(read, names).items()}
-    new = {name: each.new_empty(len(experts), *each.shape[1:]) for name, each in rows.items()}
-    for name, each in new.items():
-        into, own = _bytes(each), flat[name]
-        into[[way.index for way in kept]] = own[[way.row for way in kept]]
-        into[[way.index for way in arriving]] = incoming[:, spans[name]]
-        if reads:
-            into[[way.index for way in reads]] = found[name]
-    held.experts, held.weights = experts, _with_rows(held.weights, new)
-
-
-def _with_rows(weights: ExpertWeights, rows: Mapping[str, torch.Tensor]) -> ExpertWeights:
-    """The weights with other experts: `rows` by the names of `_rows_of`."""
-
-    def matrix(name: str, parts: StoredMatrix) -> StoredMatrix:
-        return StoredMatrix(**{part: rows[name if part == "values" else f"{name}_{part}"] for part in parts.tensors})
-
-    of_experts = [field.name for field in dataclasses.fields(PerExpert)]
-    more: dict[str, Any] = {name: each for name, each in rows.items() if name in _OPTIONAL}
-    more["per_expert"] = PerExpert(**{name: rows[name] for name in of_experts if name in rows})
-    return dataclasses.replace(weights, w13=matrix("w13", weights.w13), w2=matrix("w2", weights.w2), **more)
 
 
 def rehearse_experts(
@@ -480,11 +338,11 @@ def rehearse_experts(
     placement = Placement(tuple(position % num_experts for position in range(num_physical)), starts)
     experts, made, zeros = placement.local_experts(group.rank), list[HeldExperts](), dict[Any, ExpertWeights]()
     for each, config in zip(held, recipe.configs, strict=True):
-        rows = _rows_of(each.weights)
+        rows = rows_of(each.weights)
         key = config, *((name, row.shape[1:], row.dtype) for name, row in rows.items())
         if key not in zeros:
             new = {name: row.new_zeros(len(experts), *row.shape[1:]) for name, row in rows.items()}
-            zeros[key] = _with_rows(each.weights, new)
+            zeros[key] = with_rows(each.weights, new)
         made.append(HeldExperts(experts=experts, weights=zeros[key]))
     return _make(recipe, made, [placement] * len(made), group)
 

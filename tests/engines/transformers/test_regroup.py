@@ -30,14 +30,8 @@ from ep_moe.engines.transformers.decoding import RowDecoder
 from ep_moe.engines.transformers.decoding.grammars import RowGrammars
 from ep_moe.engines.transformers.decoding.passes import RowsPlan, RowStart, Sampling, pass_shape
 from ep_moe.engines.transformers.decoding.sequences import NONE
-from ep_moe.engines.transformers.regrouping import (
-    HeldExperts,
-    Recipe,
-    Rehearsal,
-    _with_rows,
-    hand_over_experts,
-    regroup_experts,
-)
+from ep_moe.engines.transformers.moving import HeldExperts, with_rows
+from ep_moe.engines.transformers.regrouping import Recipe, Rehearsal, hand_over_experts, regroup_experts
 from ep_moe.environment import LaunchEnv
 from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.launch import RankFailedError, launch
@@ -163,7 +157,7 @@ def be_replaced(group: EPGroup, engine: EngineConfig, folder: Path) -> tuple[Any
     """Seats 0 to 3 have the model. Seat 1 dies in a pass, and its place is taken by the process of seat 4; then seat 0
     dies between passes, then seat 3 when the checkpoint has gone."""
     if (folder / "mapped").exists():  # experts are stored into the memory of others, as on GPUs
-        regrouping._maps_peers = lambda group: True
+        regrouping.maps_peers = lambda group: True
     if group.seat == 4:
         group.destroy()
         env = LaunchEnv.from_environ()
@@ -263,7 +257,7 @@ def keep_formats(group: EPGroup) -> list[str]:
         made = RandomExperts(config, torch.bfloat16, torch.device("cpu"), bias=scheme == "mxfp4_w4a16", seed=3)
         first = made.local([0], get_scheme(scheme))
         rows = {name: each[:0] for name, each in first.named_tensors.items() if name != "w13_input_scale"}
-        nothing = _with_rows(first, rows)
+        nothing = with_rows(first, rows)
         recipe = Recipe(
             transport="collective",
             experts="auto",
