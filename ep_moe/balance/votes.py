@@ -3,7 +3,6 @@
 Letters: R ranks.
 """
 
-import time
 from typing import Any
 
 from ep_moe.group import EPGroup
@@ -29,21 +28,16 @@ class Votes:
 
     def read(self) -> bool:
         """Whether all ranks were ready when they cast their votes; waits for those that have not. Host wait."""
-        side, phase = self._number % 2, "rebalance"
-        start, pause, limit = time.monotonic(), 50e-6, self._group.config.timeout_secs
-        with self._group.waiting(phase, self._number):
-            while True:
-                total = self._ask("add", f"votes/{side}", 0)
-                new = total - self._counted[side]
-                if new & (1 << _FIELD) - 1 == self._group.num_ranks:
-                    break
-                self._group.check()
-                if time.monotonic() - start > limit:
-                    missing, reason = self._group.find_missing(phase, self._number)
-                    raise self._group.blame(missing, phase, self._number, reason)
-                time.sleep(pause)
-                pause = min(1.5 * pause, 5e-3)
-        self._counted[side] = total
+        side = self._number % 2
+
+        def cast() -> int:
+            return int(self._ask("add", f"votes/{side}", 0)) - self._counted[side]
+
+        self._group.wait_until(
+            lambda: cast() & (1 << _FIELD) - 1 == self._group.num_ranks, phase="rebalance", round=self._number
+        )
+        new = cast()
+        self._counted[side] += new
         self._number += 1
         return bool(new >> _FIELD == self._group.num_ranks)
 

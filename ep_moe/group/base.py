@@ -1,7 +1,8 @@
 """`EPGroup`: the ranks of a group, their devices, its collectives and waits."""
 
 import contextlib
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ep_moe.group.watch import Watch
 from ep_moe.group.wire import decode, encode
 
 DEFAULT_CONFIG = GroupConfig()
+FIRST_PAUSE_SECS, LAST_PAUSE_SECS = 50e-6, 5e-3  # between two looks at the store
 
 
 class EPGroup:
@@ -259,6 +261,23 @@ class EPGroup:
             return
         with self._waits.elsewhere(*self._place_of(phase, round)):
             yield
+
+    def wait_until(self, done: Callable[[], bool], phase: str, round: int) -> None:  # noqa: A002
+        """Call `done`, less and less often, until it is true.
+
+        Args:
+            done: asks the store. phase, round: as in `wait`.
+        Errors: those of `done`; PeerLostError as `wait`. Collective, host wait.
+        """
+        start, pause = time.monotonic(), FIRST_PAUSE_SECS
+        with self.explained(), self.waiting(phase, round):
+            while not done():
+                self.check()
+                if time.monotonic() - start > self.config.timeout_secs:
+                    ranks, reason = self.find_missing(phase, round)
+                    raise self.blame(ranks, phase, round, reason)
+                time.sleep(pause)
+                pause = min(1.5 * pause, LAST_PAUSE_SECS)
 
     def _place_of(self, phase: str, round_: int) -> tuple[str, int]:
         """The phase and round under which a wait of this group is published."""

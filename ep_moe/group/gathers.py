@@ -1,9 +1,7 @@
 """All-gathers of bytes through the store that the ranks of a group share: no device and no process group takes part."""
 
-import time
 from typing import Any
 
-_FIRST_PAUSE_SECS, _LAST_PAUSE_SECS = 50e-6, 10e-3  # between two looks at the store
 _MOST_BYTES = 1 << 20  # of a value: torch's store takes no more than 8 MiB
 
 
@@ -28,22 +26,15 @@ class StoreGathers:
         number = self._number
         self._number += 1
         keys = [f"{number}/{rank}" for rank in range(group.num_ranks)]
-        start, pause = time.monotonic(), _FIRST_PAUSE_SECS
-        with group.explained(), group.waiting(phase, round):
+        own = keys[group.rank]
+        pieces = [data[first : first + _MOST_BYTES] for first in range(0, len(data), _MOST_BYTES)]
+        written = [f"{own}/{place}" for place in range(len(pieces))]
+        with group.explained():
             group.check()
-            own = keys[group.rank]
-            pieces = [data[first : first + _MOST_BYTES] for first in range(0, len(data), _MOST_BYTES)]
-            written = [f"{own}/{place}" for place in range(len(pieces))]
             for key, piece in zip(written, pieces, strict=True):
                 self._store.set(key, piece)
             self._store.set(own, str(len(pieces)))  # last: then they are all there
-            while not self._store.check(keys):
-                group.check()
-                if time.monotonic() - start > group.config.timeout_secs:
-                    ranks, reason = group.find_missing(phase, round)
-                    raise group.blame(ranks, phase, round, reason)
-                time.sleep(pause)
-                pause = min(1.5 * pause, _LAST_PAUSE_SECS)
+            group.wait_until(lambda: self._store.check(keys), phase, round)
             counts = [int(count) for count in self._store.multi_get(keys)]
             found = [
                 b"".join(self._store.get(f"{key}/{place}") for place in range(count))
