@@ -12,6 +12,7 @@ from ep_moe.app.generate_rank import _padded
 from ep_moe.engines.transformers import GenerationOptions, shard_experts
 from ep_moe.engines.transformers.decoding import Decoder, decoder, loop
 from ep_moe.group import EPGroup
+from ep_moe.transport import GatheredTransport
 from helpers.small_models import LATENT, make_model
 
 TEXTS = ("In the beginning God ", "And he said unto ", "Blessed are the poor in spirit: for ", "The")
@@ -64,7 +65,7 @@ def by_transformers(model: PreTrainedModel, ids: torch.Tensor, mask: Any = None,
 @contextlib.contextmanager
 def captured_on_a_cpu() -> Iterator[list[int]]:
     """A stand-in for CUDA graphs: a replay runs the captured call. Yields the numbers of replays of each capture."""
-    counts: list[int] = []
+    counts, replaying = list[int](), list[int]()
 
     def capture(call: Callable[[], None], pool: object) -> Callable[[], None]:
         index = len(counts)
@@ -72,9 +73,18 @@ def captured_on_a_cpu() -> Iterator[list[int]]:
 
         def replay() -> None:
             counts[index] += 1
+            replaying.append(index)
             call()
+            replaying.pop()
 
         return replay
 
-    with mock.patch.object(decoder, "capture", capture), mock.patch.object(decoder, "new_pool", object):
+    def in_graph(transport: GatheredTransport) -> bool:
+        return bool(replaying)
+
+    with (
+        mock.patch.object(decoder, "capture", capture),
+        mock.patch.object(decoder, "new_pool", object),
+        mock.patch.object(GatheredTransport, "_in_graph", in_graph),
+    ):
         yield counts

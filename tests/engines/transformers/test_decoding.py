@@ -31,6 +31,7 @@ from ep_moe.engines.transformers import GenerationOptions, from_pretrained, gene
 from ep_moe.engines.transformers.decoding import (
     Decoder,
     RowDecoder,
+    decoder,
     decoder_of,
     end_ids_of,
     why_no_graphs,
@@ -45,6 +46,7 @@ from ep_moe.launch import RankFailedError, launch
 from ep_moe.quant import get_scheme
 from ep_moe.routing import Routing
 from ep_moe.serving.core import waits_by_source
+from ep_moe.transport import GatheredTransport
 
 
 @pytest.fixture(scope="module")
@@ -521,9 +523,10 @@ def on_rank(group: EPGroup, reference: torch.Tensor) -> tuple[list[list[str]], l
                 run(model, bad[:, -20:], None if mask is None else mask[:, -20:], max_new_tokens=3)
             except ValueError as error:
                 caught.append(str(error))
-    check(every, 3)
-    model.ep_moe.decoder.graphs = True
-    with captured_on_a_cpu():
+    model.ep_moe.decoder.leave()
+    with captured_on_a_cpu(), mock.patch.object(decoder, "decode_transport", return_value=GatheredTransport):
+        check(every, 3)
+        model.ep_moe.decoder.graphs = True
         for turn in range(3):  # both ranks capture, then rank 0 alone, then none
             check(every if rank or turn else 1, 8)
     assert sorted(shape.rows for shape in model.ep_moe.decoder.shapes) == ([1, 4], [1])[rank]

@@ -442,7 +442,7 @@ class Decoder:
     @torch.inference_mode()
     def capture_passes(self, model: Model, shapes: Sequence[Shape]) -> None:
         """Capture this rank's passes, as many on all ranks, as far as necessary: ranks that have theirs take part in
-        the warm-up passes. Collective, host sync."""
+        the warm-up passes. These are eager on every rank, as `gathered` asks for. Collective, host sync."""
         sequences, group = self.sequences, self._session.group
         assert self._transport is not None
         for transport in (self._transport, self._session.transport):
@@ -455,7 +455,7 @@ class Decoder:
         sequences.live.zero_()  # rows that are not live keep their tokens and positions, and send nothing
         for number, shape in enumerate(shapes, 1):
             for _ in range(_WARM_UPS):
-                self._run(model, shape)
+                self._step(model, shape)
             self._check()
             if shape not in self._replays:
                 self._pool = self._pool or new_pool()
