@@ -4,6 +4,7 @@ Letters: A layers, E logical experts, P positions (physical experts), R ranks.
 """
 
 import collections
+import heapq
 from collections.abc import Sequence
 
 from ep_moe.balance.plan import plan_placement
@@ -68,10 +69,13 @@ class _Slots:
         free = sum(row.count(-1) for row in self.experts)
         for expert in sorted(missing, key=lambda each: (-self._load[each], each)):
             self._put(expert)
-        for _ in range(free - len(missing)):
-            rooms = [set(row) for row in self.experts if -1 in row]
-            addable = [expert for expert in range(len(self._load)) if any(expert not in row for row in rooms)]
-            self._put(max(addable, key=lambda each: (self._load[each] / self._copies[each], -each)))
+        most = [(-self._load[expert] / self._copies[expert], expert) for expert in range(len(self._load))]
+        heapq.heapify(most)
+        while any(-1 in row for row in self.experts):
+            _, expert = heapq.heappop(most)
+            if any(-1 in row and expert not in row for row in self.experts):  # else there is no place for it any more
+                self._put(expert)
+                heapq.heappush(most, (-self._load[expert] / self._copies[expert], expert))
         return free
 
     def _free_a_copy(self) -> None:
