@@ -12,7 +12,16 @@ from ep_moe.config import GroupConfig
 from ep_moe.environment import LaunchEnv
 from ep_moe.group.errors import PeerLostError
 from ep_moe.group.gathers import StoreGathers
-from ep_moe.group.joining import Epoch, RankPlace, backend_of, drop_world, join_subset, join_world, pick_device
+from ep_moe.group.joining import (
+    Epoch,
+    RankPlace,
+    backend_of,
+    connect_nccl,
+    drop_world,
+    join_subset,
+    join_world,
+    pick_device,
+)
 from ep_moe.group.waiting import Waits
 from ep_moe.group.watch import Watch
 from ep_moe.group.wire import decode, encode
@@ -76,6 +85,7 @@ class EPGroup:
         self._epoch = epoch  # of a group of a launch, which owns torch's default process group; the last one tried
         self._successor: EPGroup | None = None
         self._rounds: dict[str, int] = {}
+        self._is_connected = self.alone or self.backend != "nccl"
         self._waits = None if watch is None else Waits(watch, backend=self.backend, device=device, config=config)
 
     @classmethod
@@ -398,8 +408,16 @@ class EPGroup:
             return tensor
         round_ = self._next_round(phase)
         with self.guard(phase, round_):
+            self.connect_backend()
             self.wait(dist.all_reduce(tensor, group=self.process_group, async_op=True), phase=phase, round=round_)
         return tensor
+
+    def connect_backend(self) -> None:
+        """Make NCCL's communicator, unless that is done: the first operation would, and nothing ends that when a rank
+        dies meanwhile. Errors: PeerLostError. Collective."""
+        if not self._is_connected and self.watch is not None and self.process_group is not None:
+            connect_nccl(self.process_group, self.device, self.watch)
+        self._is_connected = True
 
     def _next_round(self, phase: str) -> int:
         self._rounds[phase] = self._rounds.get(phase, -1) + 1

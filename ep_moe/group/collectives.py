@@ -24,6 +24,7 @@ def begin(group: EPGroup, start: Callable[[], dist.Work]) -> dist.Work:
     """
     group.check()
     with group.explained():
+        group.connect_backend()
         return start()
 
 

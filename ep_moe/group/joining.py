@@ -265,10 +265,25 @@ def _init_world(store: dist.Store, epoch: Epoch, config: GroupConfig, device: to
 
     if backend == "nccl":
         init()
-        return
-    # gloo waits for the address of a rank that has died meanwhile: in a thread, which then ends by the timeout
+    else:  # gloo waits for the address of a rank that has died meanwhile
+        run_beside(watch, init, "ep_moe-join")
+
+
+def connect_nccl(process_group: dist.ProcessGroup, device: torch.device, watch: Watch) -> None:
+    """Make NCCL's communicator by a first operation. Errors: PeerLostError, RuntimeError. Collective."""
+
+    def first() -> None:
+        torch.cuda.set_device(device)
+        dist.all_reduce(torch.zeros(1, device=device), group=process_group)
+
+    run_beside(watch, first, "ep_moe-connect")
+
+
+def run_beside(watch: Watch, call: Callable[[], None], name: str) -> None:
+    """Run a call that waits for the other ranks and that nothing ends, in a thread: it is left alone if the group
+    fails. Errors: PeerLostError, those of the call. Collective."""
     begun = concurrent.futures.Future[None]()
-    threading.Thread(target=_run_into, args=(begun, init), name="ep_moe-join", daemon=True).start()
+    threading.Thread(target=_run_into, args=(begun, call), name=name, daemon=True).start()
     while not begun.done() and not watch.lost():
         concurrent.futures.wait([begun], POLL_SECS)
     concurrent.futures.wait([begun], LAST_SECS)  # it may be about to end

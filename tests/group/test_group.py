@@ -22,6 +22,7 @@ from ep_moe.config import GroupConfig
 from ep_moe.engines.transformers.decoding.passes import MESSAGES, Logprob, RowsMade, RowsPlan, RowStart, Sampling, Shape
 from ep_moe.environment import SECRET, LaunchEnv
 from ep_moe.group import EPGroup, PeerLostError, StorePlace, store
+from ep_moe.group.collectives import begin_all_gather
 from ep_moe.group.joining import check_nodes
 from ep_moe.group.watch import Watch
 from ep_moe.group.wire import decode, encode
@@ -305,6 +306,28 @@ def test_guard_names_the_rank_that_foreign_code_lost(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError, match="^rank 1 was killed by SIGKILL$"):
         launch(guard_foreign_code, tmp_path, num_ranks=3, config=CONFIG, device="cpu")
     assert recorded(tmp_path) == dict.fromkeys((0, 2), ((1,), "generate", None, RuntimeError))
+
+
+def connect_beside_a_dead_rank(group: EPGroup, folder: Path) -> None:
+    group.barrier()
+    if group.rank == 1:
+        be_lost("SIGKILL")
+    group._is_connected = False  # as on NCCL
+    start, everyone = time.monotonic(), torch.zeros(2)
+    with (
+        mock.patch.object(torch.cuda, "set_device"),
+        mock.patch.object(dist, "all_reduce", side_effect=lambda *args, **options: time.sleep(1000)),
+        pytest.raises(PeerLostError) as lost,
+    ):
+        begin_all_gather(group, everyone, everyone[:1])
+    record(folder, group.rank, (lost.value.ranks, time.monotonic() - start < AT_ONCE))
+
+
+def test_a_first_operation_that_never_ends_names_the_lost_rank(tmp_path: Path) -> None:
+    """NCCL waits for ever for a rank that dies while it makes a communicator."""
+    with pytest.raises(RankFailedError, match="^rank 1 was killed by SIGKILL$"):
+        launch(connect_beside_a_dead_rank, tmp_path, num_ranks=2, config=CONFIG, device="cpu")
+    assert recorded(tmp_path) == {0: ((1,), True)}
 
 
 def bare_collective_beside_a_stuck_rank(group: EPGroup) -> None:
