@@ -274,7 +274,7 @@ def connect_nccl(process_group: dist.ProcessGroup, device: torch.device, watch: 
 
     def first() -> None:
         torch.cuda.set_device(device)
-        dist.all_reduce(torch.zeros(1, device=device), group=process_group)
+        dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=device), group=process_group)
 
     run_beside(watch, first, "ep_moe-connect")
 
