@@ -236,10 +236,10 @@ def test_a_warmed_up_layer_compiles_nothing(num_ranks: int, transport: str) -> N
     assert found == [[]] * num_ranks
 
 
-def replay_gathered(group: EPGroup) -> list[str]:
+def replay_gathered(group: EPGroup, transport: str) -> list[str]:
     """Replays with other tokens, ids and counts beside eager calls, then with bad ids on rank 1."""
     device, rows, wrong = group.device, 48, []
-    layer, generator = random_layer(group, "gathered", max_tokens_per_rank=rows), torch.Generator(device)
+    layer, generator = random_layer(group, transport, max_tokens_per_rank=rows), torch.Generator(device)
     generator.manual_seed(group.rank)
     x, count = torch.empty(rows, 512, device=device).bfloat16(), torch.tensor([rows], dtype=torch.int32, device=device)
     scores, ids = torch.rand(rows, 16, generator=generator, device=device).topk(4)
@@ -275,10 +275,11 @@ def replay_gathered(group: EPGroup) -> list[str]:
     return wrong
 
 
+@pytest.mark.parametrize("transport", ["gathered", "hierarchical"])
 @pytest.mark.parametrize("num_ranks", on_gpus(2, 4))
-def test_gathered_rounds_in_graphs(num_ranks: int) -> None:
+def test_gathered_rounds_in_graphs(num_ranks: int, transport: str) -> None:
     config = GroupConfig(timeout_secs=60)
-    assert launch(replay_gathered, num_ranks=num_ranks, config=config, device="cuda") == [[]] * num_ranks
+    assert launch(replay_gathered, transport, num_ranks=num_ranks, config=config, device="cuda") == [[]] * num_ranks
 
 
 def cross_slots(group: EPGroup, num_tokens: int) -> list[str]:

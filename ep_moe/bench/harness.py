@@ -188,8 +188,10 @@ def implementation_name(implementation: object, known: Mapping[str, Any]) -> str
 
 def waits_on_host(transport: Transport, device: torch.device) -> bool:
     """True if the transport's rounds read back to the host, which no CUDA graph can capture. Local."""
+    if isinstance(transport, HierarchicalTransport):
+        return not transport.gathers(transport.config.max_tokens_per_rank)
     reads_back = isinstance(transport, LocalTransport) and device.type == "cuda"
-    waits = isinstance(transport, (CollectiveTransport, HierarchicalTransport, DeepEPTransport))
+    waits = isinstance(transport, (CollectiveTransport, DeepEPTransport))
     return reads_back or (waits and not isinstance(transport, GatheredTransport))
 
 

@@ -11,7 +11,7 @@ from ep_moe.group.symmetric import why_unreachable
 from ep_moe.placement import Placement
 from ep_moe.transport.base import Dispatched, Handle, Transport
 from ep_moe.transport.collective import CollectiveTransport, GatheredTransport
-from ep_moe.transport.hierarchical import HierarchicalTransport
+from ep_moe.transport.hierarchical import HierarchicalTransport, NodesGatheredTransport
 from ep_moe.transport.local import LocalTransport
 
 GATHERED_TOKENS = 1024  # of all ranks: up to so many, "gathered" was compared with "collective" on 2 H200
@@ -108,6 +108,7 @@ __all__ = [
     "Handle",
     "HierarchicalTransport",
     "LocalTransport",
+    "NodesGatheredTransport",
     "Transport",
     "create_transport",
 ]

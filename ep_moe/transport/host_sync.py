@@ -144,8 +144,8 @@ class HostSyncTransport(Transport, Generic[State]):
     def _send_refusal(self, num_tokens: int, round_: int) -> None:
         """Send the other ranks the header of a refused round with so many tokens. Collective."""
 
-    def _reads_counts(self) -> bool:
-        """Whether the host reads `num_tokens`; else `_send` gets it with all rows."""
+    def _reads_counts(self, most: int) -> bool:
+        """Whether the host reads `num_tokens` in a round of this bound; else `_send` gets it with all rows."""
         return True
 
     def _check_tokens(self, arguments: DispatchArguments) -> None:
@@ -203,7 +203,8 @@ class HostSyncTransport(Transport, Generic[State]):
         """The tokens of a dispatch. Errors: ValueError. Local; host sync for `num_tokens`."""
         self._check_tokens(arguments)
         x, routing, most, count = arguments.x, arguments.routing, arguments.max_num_tokens, arguments.num_tokens
-        if count is not None and self._reads_counts():
+        most = self.config.max_tokens_per_rank if most is None else most
+        if count is not None and self._reads_counts(most):
             x, routing = first_tokens(x, routing, count, rank=self.rank)
             count = None
         sizes = RoundSizes(
@@ -211,7 +212,7 @@ class HostSyncTransport(Transport, Generic[State]):
             num_tokens=routing.topk_ids.shape[0],
             layout=arguments.layout,
             scheme=arguments.scheme,
-            most=self.config.max_tokens_per_rank if most is None else most,
+            most=most,
         )
         return Tokens(x, routing, sizes, arguments.layer, count)
 

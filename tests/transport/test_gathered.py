@@ -1,27 +1,30 @@
 """Rounds of `gathered` as a CUDA graph repeats them, on CPUs: what no host knows, and the errors of `check`."""
 
+import dataclasses
+import functools
 from unittest import mock
 
 import pytest
 import torch
 
-from ep_moe.config import GroupConfig
+from ep_moe.config import GroupConfig, TransportConfig
 from ep_moe.group import EPGroup
 from ep_moe.launch import launch
+from ep_moe.placement import Placement
 from ep_moe.quant import get_scheme
 from ep_moe.routing import Routing
 from ep_moe.testing import check_transport, transport_cases, transports
 from ep_moe.testing.cases import TransportCase
 from ep_moe.testing.rounds import check_round, compute_experts
-from ep_moe.transport.collective import GatheredTransport
+from ep_moe.transport import GatheredTransport, NodesGatheredTransport
 from ep_moe.transport.layer_tag import LayerTag
 
 # without those in which ranks disagree, which eager rounds find before anything is sent
 SUITED = {name: check for name, check in transports.CHECKS.items() if name not in ("refusals", "bounds", "layers")}
-SHARES = {1: (0, 6), 2: (1, 4), 3: (1, 6)}
+SHARES = {1: (0, 6), 2: (1, 4), 3: (1, 6), 4: (2, 8)}
 
 
-class Captured(GatheredTransport):
+class AsCaptured(GatheredTransport):
     """Takes the calls of rounds as captured."""
 
     checking = False
@@ -37,25 +40,36 @@ class Captured(GatheredTransport):
             self.checking = False
 
 
-def check_on_rank(group: EPGroup) -> dict[str, str]:
+def captured(group: EPGroup, placement: Placement, config: TransportConfig, per_node: int) -> AsCaptured:
+    """The transport, on nodes of so many ranks; of `gathered` with 0."""
+    config = dataclasses.replace(config, ranks_per_node=per_node)
+    return (CapturedNodes if per_node else AsCaptured)(group, placement, config)
+
+
+class CapturedNodes(AsCaptured, NodesGatheredTransport):
+    """That of several nodes."""
+
+
+def check_on_rank(group: EPGroup, per_node: int) -> dict[str, str]:
     with mock.patch.object(transports, "CHECKS", SUITED):
-        return check_transport(Captured, group, share=SHARES[group.num_ranks])
+        return check_transport(functools.partial(captured, per_node=per_node), group, share=SHARES[group.num_ranks])
 
 
-@pytest.mark.parametrize("num_ranks", SHARES)
-def test_carries(num_ranks: int) -> None:
+@pytest.mark.parametrize(("num_ranks", "per_node"), [(1, 0), (2, 0), (3, 0), (4, 2)])
+def test_carries(num_ranks: int, per_node: int) -> None:
     first, step = SHARES[num_ranks]
     expected = dict.fromkeys([*(case.name for case in transport_cases(num_ranks)), *SUITED][first::step], "")
     if num_ranks == 1:
-        assert check_on_rank(EPGroup.single("cpu")) == expected
+        assert check_on_rank(EPGroup.single("cpu"), per_node) == expected
         return
     config = GroupConfig(timeout_secs=60)
-    assert launch(check_on_rank, num_ranks=num_ranks, config=config, device="cpu") == [expected] * num_ranks
+    found = launch(check_on_rank, per_node, num_ranks=num_ranks, config=config, device="cpu")
+    assert found == [expected] * num_ranks
 
 
 def test_an_out_of_another_shape_leaves_the_round_open() -> None:
     case, count = TransportCase(name="out", tokens=(3,), num_topk=2), torch.tensor([[2]], dtype=torch.int32)
-    transport = Captured(EPGroup.single("cpu"), case.make_placement(), case.config)
+    transport = AsCaptured(EPGroup.single("cpu"), case.make_placement(), case.config)
     inputs = case.inputs(0)
     for tokens, written in ((2, [True, True, False]), (-1, [True] * 3)):
         dispatched = transport.dispatch(
@@ -73,10 +87,10 @@ def test_an_out_of_another_shape_leaves_the_round_open() -> None:
         transport.check()
 
 
-def bad_rounds(group: EPGroup) -> list[str]:
+def bad_rounds(group: EPGroup, per_node: int) -> list[str]:
     """What `check` says on this rank after rounds in which one rank is at fault."""
     case = TransportCase(name="bad", tokens=(3,) * group.num_ranks, scheme="fp8_token", num_topk=2, shared=True)
-    transport, said = Captured(group, case.make_placement(), case.config), []
+    transport, said = captured(group, case.make_placement(), case.config, per_node), []
     inputs, odd = case.inputs(group.rank), group.rank == 1
     ids, at_fault = inputs.routing.topk_ids, torch.tensor([4 if odd else 2], dtype=torch.int32)
     of_layer = LayerTag(number=2 if odd else 1)
@@ -100,8 +114,9 @@ def bad_rounds(group: EPGroup) -> list[str]:
     return said
 
 
-def test_a_bad_round_gives_nan_and_check_names_the_rank() -> None:
-    said = launch(bad_rounds, num_ranks=2, config=GroupConfig(timeout_secs=60), device="cpu")
+@pytest.mark.parametrize(("num_ranks", "per_node"), [(2, 0), (4, 2)])
+def test_a_bad_round_gives_nan_and_check_names_the_rank(num_ranks: int, per_node: int) -> None:
+    said = launch(bad_rounds, per_node, num_ranks=num_ranks, config=GroupConfig(timeout_secs=60), device="cpu")
     for ids, num_tokens, layer, scheme in said:
         assert "topk_ids has 2 ids outside [-1, num_experts (8)) on rank 1, such as 13" in ids
         assert "rank 1" in num_tokens

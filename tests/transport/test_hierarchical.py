@@ -28,6 +28,7 @@ from ep_moe.testing.rounds import compute_experts
 from ep_moe.testing.transports import check_abandon, check_sit_out, check_slots
 from ep_moe.transport import HierarchicalTransport, create_transport
 from ep_moe.transport.base import RoundKind
+from ep_moe.transport.collective.messages import head_rows
 from ep_moe.transport.hierarchical import relay
 from ep_moe.transport.hierarchical.network import find_nodes
 from ep_moe.transport.payload import RowFormat
@@ -44,12 +45,13 @@ LOST_ROUND = 3
 
 
 def make(
-    group: EPGroup, placement: Placement, config: TransportConfig, *, per_node: int, chunk: int
+    group: EPGroup, placement: Placement, config: TransportConfig, *, per_node: int, chunk: int = 0
 ) -> HierarchicalTransport:
-    """The transport with nodes of so many ranks and messages of so many rows."""
-    return HierarchicalTransport(
-        group, placement, dataclasses.replace(config, ranks_per_node=per_node, chunk_rows=chunk)
-    )
+    """The transport with nodes of so many ranks and messages of so many rows; 0 gathers all rounds."""
+    config = dataclasses.replace(config, ranks_per_node=per_node, chunk_rows=chunk or config.chunk_rows)
+    transport = HierarchicalTransport(group, placement, config)
+    transport.most_gathered = 0 if chunk else 1 << 20
+    return transport
 
 
 def run_all(group: EPGroup, per_node: int, chunk: int) -> dict[str, str]:
@@ -69,7 +71,8 @@ def test_every_case_on_two_nodes_of_two() -> None:
 
 @pytest.mark.nodes
 @pytest.mark.parametrize(
-    ("nodes", "per_node", "chunk"), [(2, 3, 1000), (4, 2, 9), (2, 1, 1), (3, 1, 4), (1, 3, 7), (1, 1, 1), (2, 2, 1)]
+    ("nodes", "per_node", "chunk"),
+    [(2, 3, 1000), (4, 2, 9), (2, 1, 1), (3, 1, 4), (1, 3, 7), (1, 1, 1), (2, 2, 1), (2, 2, 0), (3, 2, 0), (2, 1, 0)],
 )
 def test_every_case_on_other_nodes(nodes: int, per_node: int, chunk: int) -> None:
     assert failures(launch(run_all, per_node, chunk, num_ranks=nodes * per_node, config=CONFIG, device="cpu")) == []
@@ -77,8 +80,8 @@ def test_every_case_on_other_nodes(nodes: int, per_node: int, chunk: int) -> Non
 
 @pytest.mark.multigpu
 @pytest.mark.timeout(900)  # about 120 kernels and those of quantization compile, each on both ranks
-@pytest.mark.parametrize(("num_ranks", "per_node"), [(2, 1), (2, 2), (4, 2)])
-def test_every_case_on_gpus(num_ranks: int, per_node: int) -> None:
+@pytest.mark.parametrize(("num_ranks", "per_node", "chunk"), [(2, 1, 64), (2, 2, 64), (4, 2, 64), (2, 2, 0), (4, 2, 0)])
+def test_every_case_on_gpus(num_ranks: int, per_node: int, chunk: int) -> None:
     """Nodes of one GPU, without peer access for NCCL, and nodes of two, with one-sided stores if they reach.
 
     With one GPU in each node the rounds are as many collectives, and launch the same kernels, as those of `collective`.
@@ -86,17 +89,18 @@ def test_every_case_on_gpus(num_ranks: int, per_node: int) -> None:
     if num_gpu_ranks() < num_ranks:
         pytest.skip(f"needs {num_ranks} GPUs, there are {num_gpu_ranks()}")
     env = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"} if per_node == 1 else {}
-    assert failures(launch(run_all, per_node, 64, num_ranks=num_ranks, config=CONFIG, device="cuda", env=env)) == []
+    assert failures(launch(run_all, per_node, chunk, num_ranks=num_ranks, config=CONFIG, device="cuda", env=env)) == []
 
 
-def run_some(group: EPGroup, per_node: int) -> dict[str, str]:
+def run_some(group: EPGroup, per_node: int, gathered: bool) -> dict[str, str]:
     """Some cases, those in which a rank forwards for others while its own experts fail, and random ones."""
-    build = functools.partial(make, per_node=per_node, chunk=4)
+    build = functools.partial(make, per_node=per_node, chunk=0 if gathered else 4)
     rng, outcomes = random.Random(group.num_ranks), {}
     cases = [case for case in transport_cases(group.num_ranks) if case.name in FEW]
     cases += [random_case(rng, group.num_ranks, number) for number in range(3 if group.num_ranks <= 6 else 2)]
     for case in cases:
-        transport = make(group, case.make_placement(), case.config, per_node=per_node, chunk=rng.choice((1, 2, 5, 64)))
+        chunk = 0 if gathered else rng.choice((1, 2, 5, 64))
+        transport = make(group, case.make_placement(), case.config, per_node=per_node, chunk=chunk)
         try:
             for slot in range(2):
                 check_round(transport, case, group.device, slot, halves=(slot > 0, slot > 0))
@@ -136,15 +140,23 @@ def random_case(rng: random.Random, num_ranks: int, number: int) -> TransportCas
 
 
 @pytest.mark.parametrize(
-    ("nodes", "per_node"),
-    [(2, 1), (2, 2), *(pytest.param(*size, marks=pytest.mark.matrix) for size in ((3, 1), (3, 2), (2, 3), (4, 2)))],
+    ("nodes", "per_node", "gathered"),
+    [
+        (2, 1, False),
+        (2, 2, False),
+        (2, 2, True),
+        *(pytest.param(*size, False, marks=pytest.mark.matrix) for size in ((3, 1), (3, 2), (2, 3), (4, 2))),
+        *(pytest.param(*size, True, marks=pytest.mark.matrix) for size in ((2, 1), (3, 2), (2, 3))),
+    ],
 )
-def test_some_cases(nodes: int, per_node: int) -> None:
-    assert failures(launch(run_some, per_node, num_ranks=nodes * per_node, config=CONFIG, device="cpu")) == []
+def test_some_cases(nodes: int, per_node: int, gathered: bool) -> None:
+    num_ranks = nodes * per_node
+    assert failures(launch(run_some, per_node, gathered, num_ranks=num_ranks, config=CONFIG, device="cpu")) == []
 
 
 def send_counted(group: EPGroup, per_node: int) -> list[tuple[Any, ...]]:
-    """Results and traffic of the same round with messages of several sizes, and the same counted from the ids."""
+    """Results and traffic of the same round with messages of several sizes, and the same counted from the ids; and of
+    a gathered round, whose traffic is by its bound."""
     num_experts, hidden, num_topk = 12, 48, 3
     generator = torch.Generator().manual_seed(group.rank)
     num_tokens = (0, 23, 40, 9, 17, 31, 2, 28)[group.rank]
@@ -157,7 +169,7 @@ def send_counted(group: EPGroup, per_node: int) -> list[tuple[Any, ...]]:
     found: list[tuple[Any, ...]] = []
     for name in ("none", "mxfp8"):
         results = []
-        for chunk in (1, 6, 1000):
+        for chunk in (1, 6, 1000, 0):
             transport = make(group, placement, config, per_node=per_node, chunk=chunk)
             dispatched = transport.dispatch(x, routing, layout=Layout.COMPACT, scheme=get_scheme(name))
             rows = dispatched.batch.x.view(torch.uint8)[: int(dispatched.batch.expert_num_tokens[:1].sum())].clone()
@@ -178,11 +190,17 @@ def send_counted(group: EPGroup, per_node: int) -> list[tuple[Any, ...]]:
         peers = [rank for rank in range(group.num_ranks) if rank % per_node == group.rank % per_node]
         back = sum(nodes.count(node) for rank in peers if rank // per_node != node for nodes in everywhere[rank])
         payload = {"none": 2 * hidden, "mxfp8": hidden + -(-hidden // 32)}[name]
-        row_bytes = RowFormat.of(get_scheme(name), torch.bfloat16, hidden, num_topk).row_bytes
+        row_format = RowFormat.of(get_scheme(name), torch.bfloat16, hidden, num_topk)
+        row_bytes = row_format.row_bytes
         headers = (group.num_ranks - per_node) * 9 * 8
         metadata = crossing * (row_bytes - payload) + headers
         expected = (crossing, crossing * payload, back, back * 2 * hidden, metadata)
-        assert found[-3:] == [expected] * 3, f"rank {group.rank}, {name}: {found[-3:]}, expected {expected}"
+        others, elsewhere = group.num_ranks // per_node - 1, group.num_ranks - per_node
+        most, height = config.max_tokens_per_rank, config.max_tokens_per_rank + head_rows(row_format)
+        metadata = others * (height * row_bytes - most * payload) + headers
+        bounds = others * most, others * most * payload, elsewhere * height, elsewhere * height * 2 * hidden, metadata
+        whole = [expected] * 3 + [bounds]
+        assert found[-4:] == whole, f"rank {group.rank}, {name}: {found[-4:]}, expected {whole}"
     return found
 
 

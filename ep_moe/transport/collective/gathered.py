@@ -25,7 +25,9 @@ from ep_moe.transport.payload import RowFormat
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
-class _Round(CollectiveRound):
+class GatheredRound(CollectiveRound):
+    """A round of messages of a fixed size."""
+
     head: int  # rows of a message before its tokens
     num_tokens: torch.Tensor | None  # of the dispatch, on the device
     captured: bool
@@ -53,10 +55,10 @@ class GatheredTransport(CollectiveTransport):
     def _in_graph(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    def _reads_counts(self) -> bool:
+    def _reads_counts(self, most: int) -> bool:
         return False
 
-    def _send(self, tokens: Tokens, slot: int) -> _Round:
+    def _send(self, tokens: Tokens, slot: int) -> CollectiveRound:
         sizes, ids, device, captured = tokens.sizes, tokens.routing.topk_ids, self.device, self._in_graph()
         row_format = RowFormat.of(sizes.scheme, self.config.dtype, self.config.hidden, ids.shape[1])
         head = head_rows(row_format)
@@ -83,7 +85,7 @@ class GatheredTransport(CollectiveTransport):
             self._judge(swap_headers(self._group, headers, round_)[1], round_, row_format)
         with self._reporting():
             token_to_row = write_rows(row_format, x, tokens.routing, plan, mine[head:])
-        return _Round(
+        return GatheredRound(
             round=round_,
             sizes=sizes,
             row_format=row_format,
@@ -108,7 +110,7 @@ class GatheredTransport(CollectiveTransport):
         self._compare(headers, round_, row_format)
 
     def _receive(self, state: CollectiveRound) -> Packed:
-        assert isinstance(state, _Round)
+        assert isinstance(state, GatheredRound)
         self._wait(state, "dispatch")
         received, row_format = state.buffers[1], state.row_format
         values, scale, routing = row_format.read(received.view(-1, received.shape[-1]))
@@ -147,8 +149,7 @@ class GatheredTransport(CollectiveTransport):
         """See `Transport.combine_recv`."""
         handle = dispatched.handle
         state = self._slots.expect(handle.slot, "combine_recv", handle.round).state
-        assert isinstance(state, _Round)
-        if state.num_tokens is None or out is None:
+        if not isinstance(state, GatheredRound) or state.num_tokens is None or out is None:
             return super().combine_recv(dispatched, shared=shared, out=out)
         check_results((state.sizes.num_rows, self.config.hidden), self.config, self.device, shared=shared, out=out)
         written = torch.arange(len(out), device=self.device) < state.num_tokens.view(())
@@ -178,7 +179,7 @@ class GatheredTransport(CollectiveTransport):
             self._judge(headers, self.num_rounds, "captured rows")
 
     def _wait(self, state: CollectiveRound, phase: str) -> None:
-        if isinstance(state, _Round) and state.captured:
+        if isinstance(state, GatheredRound) and state.captured:
             if state.work is not None:
                 state.work.wait()  # the stream waits, not the host
             return

@@ -114,7 +114,6 @@ class Network:
 
     def __init__(self, group: EPGroup, grid: NodeGrid) -> None:
         self._group, self._grid = group, grid
-        self.traffic = NetworkTraffic()
 
     def exchange(self, incoming: Sequence[torch.Tensor], outgoing: Sequence[torch.Tensor]) -> Message:
         """Send outgoing[n] to node n and receive incoming[n] from it; those of this node are left out.

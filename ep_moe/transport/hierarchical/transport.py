@@ -9,6 +9,7 @@ Letters: T tokens on this rank, K top-k, H hidden, R ranks, N nodes, G ranks of 
    rank order in float32, rounds to the model's dtype and sends one row back. The source rank adds the nodes' rows in
    node order in float32.
 All that needs other ranks is sent by dispatch_send and combine_send: no rank waits for another's receiving half.
+Rounds of few tokens are `ep_moe.transport.hierarchical.gathered`'s, of the same bits.
 """
 
 import contextlib
@@ -24,33 +25,34 @@ from ep_moe.layout import Packed, TokenRows, merge_repeats
 from ep_moe.placement import Placement
 from ep_moe.transport.base import Dispatched, RoundKind
 from ep_moe.transport.collective.send_plan import owners, plan_send, write_rows
-from ep_moe.transport.headers import HEADER_WORDS, refusal, swap_headers
-from ep_moe.transport.hierarchical.network import Message, Network, NetworkTraffic, NodeGrid, find_nodes
+from ep_moe.transport.collective.transport import CollectiveRound
+from ep_moe.transport.headers import HEADER_WORDS, swap_headers
+from ep_moe.transport.hierarchical.gathered import NodesGatheredTransport
+from ep_moe.transport.hierarchical.network import Message, Network
 from ep_moe.transport.hierarchical.relay import Forwarded, make_relay
-from ep_moe.transport.host_sync import HostSyncTransport, OpenRound, Tokens, maps_of, sum_experts
+from ep_moe.transport.host_sync import Tokens, maps_of, sum_experts
 from ep_moe.transport.payload import RowFormat
+
+MOST_GATHERED = 1024  # tokens of all ranks: with more, a token's experts are on a part of them
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
-class _Round(OpenRound):
-    """An open round. Its tensors live until it ends, since other streams and the backend use them."""
+class _Round(CollectiveRound):
+    """An open round over relays. Its tensors live until it ends, since other streams and the backend use them.
 
-    row_format: RowFormat
+    Counts are of nodes in the place of ranks, and the results are the nodes' sums.
+    """
+
     chunks: int  # messages to the other nodes in either direction, the same on all ranks
-    token_to_row: torch.Tensor  # [T, N] int32: a token's row in the send buffer, and in the results' buffer, -1 none
-    send_counts: tuple[int, ...]  # rows sent to each node
-    recv_pairs: int  # at most so many received (token, local expert) pairs
     sent: torch.Tensor  # [rows sent, row_bytes] uint8
     pool: torch.Tensor  # [rows received, row_bytes] uint8, without rounds inside the node
     received: list[torch.Tensor]  # by node, [rows, row_bytes] uint8
     forwarded: list[Forwarded]  # rounds inside the node
     messages: list[Message]
-    results: torch.Tensor  # [rows sent, H], the nodes' sums
-    sums: torch.Tensor  # [rows received, H], allocated before it is needed: a failure is sent without more memory
     kept: tuple[torch.Tensor | None, ...] = ()
 
 
-class HierarchicalTransport(HostSyncTransport[_Round]):
+class HierarchicalTransport(NodesGatheredTransport):
     """Exchange between nodes by NCCL or gloo, each token once per node; inside a node one-sided or by collectives.
 
     Args:
@@ -61,39 +63,40 @@ class HierarchicalTransport(HostSyncTransport[_Round]):
         inside: the transport inside nodes: "peer", "collective", or "auto": the first if ranks of a node reach each
             other's memory. On a CPU "peer" needs TRITON_INTERPRET=1.
 
-    The constructor is collective: it compares the configs of all ranks. A dispatch waits for the headers of all ranks;
-    where rounds inside a node are collective, dispatch_send and combine_send also wait for the rows that this rank
-    forwards. On GPUs forwarding runs on a stream of its own.
-    """
+    Attributes:
+        most_gathered: tokens of all ranks up to which a round, by its bound, goes to every rank in messages of a fixed
+            size (`NodesGatheredTransport`): no count is read back to the host, and a CUDA graph can hold it.
 
-    _waiting = "a collective"
+    The constructor is collective: it compares the configs of all ranks. The dispatch of a larger round waits for the
+    headers of all ranks; where rounds inside a node are collective, dispatch_send and combine_send also wait for the
+    rows that this rank forwards. On GPUs forwarding runs on a stream of its own.
+    """
 
     def __init__(self, group: EPGroup, placement: Placement, config: TransportConfig, *, inside: str = "auto") -> None:
         super().__init__(group, placement, config)
-        self.nodes: NodeGrid = find_nodes(group, config.ranks_per_node)
+        self.most_gathered = MOST_GATHERED
         self._network = Network(group, self.nodes)
         self._relay = make_relay(group, self.nodes, placement, config, inside)
-        self._owner = owners([last - first for first, last in self.nodes.experts(placement)], group.device)
+        self._node_of = owners([last - first for first, last in self.nodes.experts(placement)], group.device)
         on_gpu = group.device.type == "cuda" and self._relay is not None
         self._stream = torch.cuda.Stream(group.device) if on_gpu else None
 
-    @property
-    def ranks_per_sum(self) -> int:
-        """See `Transport.ranks_per_sum`: the ranks of a node. Local."""
-        return self.nodes.ranks_per_node
+    def gathers(self, most: int) -> bool:
+        """Whether rounds of up to so many tokens on each rank are of a fixed size. Local."""
+        return most * self.num_ranks <= self.most_gathered
 
-    @property
-    def traffic(self) -> NetworkTraffic:
-        """What this rank has sent to other nodes. Local."""
-        return self._network.traffic
+    def _reads_counts(self, most: int) -> bool:
+        return not self.gathers(most)
 
-    def _send(self, tokens: Tokens, slot: int) -> _Round:
+    def _send(self, tokens: Tokens, slot: int) -> CollectiveRound:
+        if self.gathers(tokens.sizes.most):
+            return super()._send(tokens, slot)
         sizes, ids, device = tokens.sizes, tokens.routing.topk_ids, self.device
         row_format = RowFormat.of(sizes.scheme, self.config.dtype, self.config.hidden, ids.shape[1])
         num_nodes, per_node = self.nodes.num_nodes, self.nodes.ranks_per_node
         to_nodes = torch.empty(num_nodes, HEADER_WORDS, dtype=torch.int64, device=device)
         fingerprint = row_format.fingerprint(sizes.most)
-        plan = plan_send(ids, self._owner, fingerprint=fingerprint, layer=tokens.layer.words, header=to_nodes)
+        plan = plan_send(ids, self._node_of, fingerprint=fingerprint, layer=tokens.layer.words, header=to_nodes)
         headers = torch.stack([to_nodes.repeat_interleave(per_node, dim=0)] * 2)
         x = tokens.quantized()
         round_ = self._count_round()
@@ -120,6 +123,8 @@ class HierarchicalTransport(HostSyncTransport[_Round]):
                 send_counts=send_counts,
                 recv_counts=recv_counts,
                 recv_pairs=sum(header.pairs for header in received),
+                work=None,
+                buffers=(),
                 sent=outgoing,
                 pool=outgoing[:0],
                 received=[],
@@ -130,10 +135,6 @@ class HierarchicalTransport(HostSyncTransport[_Round]):
             )
             self._send_rows(state)
         return state
-
-    def _count_headers(self) -> None:
-        elsewhere = self.num_ranks - self.nodes.ranks_per_node
-        self.traffic.metadata_bytes += elsewhere * HEADER_WORDS * torch.int64.itemsize
 
     def _send_rows(self, state: _Round) -> None:
         """Begin to send rows to the other nodes, and forward inside this node what is here or arrives."""
@@ -189,10 +190,13 @@ class HierarchicalTransport(HostSyncTransport[_Round]):
             traffic.combine_rows += count
             traffic.combine_bytes += num_bytes
 
-    def _receive(self, state: _Round) -> Packed:
+    def _receive(self, state: CollectiveRound) -> Packed:
+        if not isinstance(state, _Round):
+            return super()._receive(state)
         first, last = self.placement.starts[self.rank], self.placement.starts[self.rank + 1]
         rows = self._receive_rows(state, first, last)
         num_rows, columns = rows.local_topk_ids.shape
+        assert state.recv_pairs is not None
         return self._pack(rows, state.sizes, min(state.recv_pairs, num_rows * min(columns, last - first)))
 
     def _receive_rows(self, state: _Round, first: int, last: int) -> TokenRows:
@@ -210,11 +214,14 @@ class HierarchicalTransport(HostSyncTransport[_Round]):
         state.messages.clear()
         return rows
 
-    def _send_results(self, state: _Round, y: torch.Tensor, dispatched: Dispatched) -> None:
+    def _send_results(self, state: CollectiveRound, y: torch.Tensor, dispatched: Dispatched) -> None:
+        if not isinstance(state, _Round):
+            super()._send_results(state, y, dispatched)
+            return
         with self._reporting():
-            self._send_sums(state, y, dispatched)
+            self._send_back(state, y, dispatched)
 
-    def _send_sums(self, state: _Round, y: torch.Tensor | None, dispatched: Dispatched | None) -> None:
+    def _send_back(self, state: _Round, y: torch.Tensor | None, dispatched: Dispatched | None) -> None:
         """Sum this rank's rows, then its node's, and begin to send the sums back. y: None sends NaN for this rank's."""
         own, relay = self.nodes.node, self._relay
         incoming = list(state.results.split(state.send_counts))
@@ -246,23 +253,24 @@ class HierarchicalTransport(HostSyncTransport[_Round]):
                 if forwarded.node == own:  # last, while the others' sums travel
                     relay.sum(forwarded, outgoing[own][forwarded.rows])
 
-    def _receive_results(self, state: _Round) -> tuple[torch.Tensor, torch.Tensor]:
+    def _receive_results(self, state: CollectiveRound) -> tuple[torch.Tensor, torch.Tensor]:
+        if not isinstance(state, _Round):
+            return super()._receive_results(state)
         self._network.wait(state.messages, "combine", state.round)
         self._join()
         return state.results, state.token_to_row  # a token has at most one row per node: summed in node order
 
-    def _send_refusal(self, num_tokens: int, round_: int) -> None:
-        swap_headers(self._group, refusal(num_tokens, self.num_ranks, self.device), round_)
-        self._count_headers()
-
-    def _end(self, state: _Round, call: str, slot: int) -> None:
+    def _end(self, state: CollectiveRound, call: str, slot: int) -> None:
         """What this rank forwards for others still reaches them."""
+        if not isinstance(state, _Round):
+            super()._end(state, call, slot)
+            return
         with self._reporting():
             if call == "dispatch_recv":
                 self._network.wait(state.messages, "dispatch", state.round)
                 state.messages.clear()
             if call != "combine_recv":
-                self._send_sums(state, None, None)
+                self._send_back(state, None, None)
         self._network.wait(state.messages, "abandoned round", state.round)
         self._join()
 
@@ -273,7 +281,7 @@ class HierarchicalTransport(HostSyncTransport[_Round]):
             self._relay.warmup(kinds)
 
     def check(self) -> None:
-        """See `Transport.check`. A round's errors are raised by its own calls; this raises those of lost ranks."""
+        """See `Transport.check`, as of `GatheredTransport`, and of the rounds inside the node."""
         super().check()
         if self._relay is not None and self._relay.inner is not None:
             self._relay.inner.check()

@@ -99,7 +99,8 @@ def why_no_graphs(model: Model) -> str:
         return f"ranks are on {session.group.device.type}"
     from ep_moe.transport.one_sided import NvlinkTransport  # needs Triton, which a machine with GPUs has
 
-    if not issubclass(decode_transport(session), (NvlinkTransport, GatheredTransport)):
+    kinds = (NvlinkTransport, GatheredTransport) if session.group.backend == "nccl" else NvlinkTransport
+    if not issubclass(decode_transport(session), kinds):
         return f"{type(session.transport).__name__} waits on the host"
     return ""
 

@@ -40,7 +40,14 @@ from ep_moe.engines.transformers.decoding.sequences import NONE, Sequences
 from ep_moe.engines.transformers.hooks import DecodeExperts, Model, Session
 from ep_moe.layer import ExpertParallelMoE
 from ep_moe.logs import log_step
-from ep_moe.transport import CollectiveTransport, GatheredTransport, LocalTransport, Transport
+from ep_moe.transport import (
+    CollectiveTransport,
+    GatheredTransport,
+    HierarchicalTransport,
+    LocalTransport,
+    NodesGatheredTransport,
+    Transport,
+)
 
 PASSES_PER_READ = 16  # after these the host reads tokens, checks the transport and asks whether all ranks have ended
 _WARM_UPS = 2  # passes before a capture: kernels compile, libraries allocate their workspaces
@@ -77,15 +84,16 @@ class Chunk(NamedTuple):
 
 def decode_transport(session: Session) -> Any:
     """The class of the transport of decode passes: the model's; on GPUs one without host syncs in place of `local`, as
-    the kernels of `peer` serve a single rank too, and of `collective`. Local.
+    the kernels of `peer` serve a single rank too, of `collective` and of `hierarchical`. Local.
     """
     if session.group.device.type == "cuda":
         if isinstance(session.transport, LocalTransport):
             from ep_moe.transport.one_sided import NvlinkTransport  # needs Triton, which a machine with GPUs has
 
             return NvlinkTransport
-        if isinstance(session.transport, CollectiveTransport) and session.group.backend == "nccl":
-            return GatheredTransport
+        if session.group.backend == "nccl" and isinstance(session.transport, CollectiveTransport):
+            of_nodes = isinstance(session.transport, HierarchicalTransport)
+            return NodesGatheredTransport if of_nodes else GatheredTransport
     return type(session.transport)
 
 
