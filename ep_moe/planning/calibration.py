@@ -49,10 +49,15 @@ def shape_of(record: Record) -> LayerShape:
     )
 
 
+def ranks_per_node(record: Record) -> int:
+    """The ranks of each of a row's nodes."""
+    return int(record.world_size // record.setup.get("nodes", 1))
+
+
 def traffic_of(record: Record) -> Traffic:
-    """The traffic of a row with uniform routing on one node."""
+    """The traffic of a row with uniform routing."""
     shape = shape_of(record)
-    return traffic(uniform(shape.num_experts), shape.num_topk, record.world_size, 0, record.world_size)
+    return traffic(uniform(shape.num_experts), shape.num_topk, record.world_size, 0, ranks_per_node(record))
 
 
 def exchange_of(hw: Hardware, record: Record) -> tuple[float, float]:
@@ -75,6 +80,11 @@ def nccl_of(hw: Hardware, record: Record) -> float:
     return sum(collective_us(bare, shape_of(record), record.shapes["tokens"], load, record.world_size))
 
 
+def between_nodes_of(hw: Hardware, record: Record) -> float:
+    """Predicted sum of a row of the transport `collective` between nodes."""
+    return sum(collective_us(hw, shape_of(record), record.shapes["tokens"], traffic_of(record), record.world_size))
+
+
 def experts_of(hw: Hardware, record: Record, shape: LayerShape | None = None) -> float:
     """Predicted time of a row of the bench `experts`, all of whose experts have as many rows; shape: `shape_of` it."""
     count, rows = float(record.shapes["num_local_experts"]), float(record.shapes["rows_per_expert"])
@@ -91,7 +101,8 @@ def layer_of(hw: Hardware, record: Record) -> float:
 def calibrate(hw: Hardware, records: Sequence[Record]) -> Hardware:
     """The hardware with constants that fit the rows of `hw.rows` best, by relative error.
 
-    Needs rows of the benches `transport` (all SMs; fewest SMs), `experts` and `layer`.
+    Needs rows of the benches `transport` (all SMs; fewest SMs), `experts` and `layer`. The network's constants stay
+    unless there are rows between nodes, of the transport `collective`.
     Errors: ValueError names a bench without rows.
     """
     rows = chosen_rows(records, hw.rows)
@@ -99,13 +110,15 @@ def calibrate(hw: Hardware, records: Sequence[Record]) -> Hardware:
     for bench, found in by_bench.items():
         if not found:
             raise ValueError(f"rows name none of the bench {bench}")
-    full = [row for row in by_bench["transport"] if not row.setup["num_sms"]]
+    here = [row for row in by_bench["transport"] if row.world_size == ranks_per_node(row)]
+    full = [row for row in here if not row.setup["num_sms"]]
     hw = _fit(hw, full, ("dispatch_us", "dispatch_wire_us", "dispatch_pack_us"), _part(0), _figure("dispatch_us"))
     hw = _fit(hw, full, ("combine_us", "combine_wire_us", "combine_pack_us"), _part(1), _figure("combine_us"))
     hw = _fit(hw, full, ("collective_us", "collective_rank_us", "collective_wire_us"), nccl_of, _nccl)
-    for row in by_bench["transport"]:
+    for row in here:
         if row.setup["num_sms"]:
             hw = _fit_sms(hw, row)
+    hw = _fit_network(hw, [row for row in by_bench["transport"] if row not in here])
     hw = _fit_experts(hw, by_bench["experts"])
     bare = dataclasses.replace(hw, layer_us=0.0)
     rest = [row.figures["graph_call_us"] - layer_of(bare, row) for row in by_bench["layer"]]
@@ -164,6 +177,22 @@ def _fit_sms(hw: Hardware, row: Record) -> Hardware:
     ):
         values[f"{name}_sms"] = row.setup["num_sms"] * (row.figures[f"{name}_us"] - base) / (time - base)
     return _with(hw, values)
+
+
+def _fit_network(hw: Hardware, rows: Sequence[Record]) -> Hardware:
+    """The latency and the rate between nodes, by least squares of relative errors; rows differ in their sizes."""
+    import torch
+
+    if not rows:
+        return hw
+    parts = []  # without a network, by its latency alone, by its rate alone
+    for latency, gbs in ((0.0, 1e12), (1.0, 1e12), (0.0, 1.0)):
+        part = dataclasses.replace(hw, network_us=latency, network_gbs=gbs)
+        parts.append(torch.tensor([between_nodes_of(part, row) for row in rows], dtype=torch.float64))
+    measured = torch.tensor([row.figures["sum_us"] for row in rows], dtype=torch.float64)
+    x = torch.stack([(part - parts[0]) / measured for part in parts[1:]], 1)
+    latency, inverse = torch.linalg.lstsq(x, (1 - parts[0] / measured)[:, None]).solution.flatten().tolist()
+    return _with(hw, {"network_us": max(latency, 0.0), "network_gbs": 1 / inverse})
 
 
 def _fit_experts(hw: Hardware, rows: Sequence[Record]) -> Hardware:
@@ -241,6 +270,8 @@ def _compare(hw: Hardware, record: Record, used: bool) -> Iterator[Comparison]:
         yield Comparison(what=record.bench, label=label, reason=reason)
     elif record.bench == "experts":
         yield _of("experts", label, record.figures["call_us"], experts_of(hw, record))
+    elif ranks_per_node(record) < record.world_size:
+        yield _of("exchange between nodes", label, record.figures["sum_us"], between_nodes_of(hw, record))
     elif record.bench == "layer":
         yield _of("layer", label, record.figures["graph_call_us"], layer_of(hw, record))
     else:
@@ -261,6 +292,11 @@ def _why_not(hw: Hardware, record: Record) -> str:
         return f"kernels of commit {record.commit[:7]} have been replaced"
     if record.bench not in ("transport", "experts", "layer"):
         return "a whole model: attention and sampling are not predicted"
+    if record.bench == "transport" and setup.get("nodes", 1) > 1:
+        if setup["transport"] != "collective":
+            return f"transport {setup['transport']} between nodes without a prediction of its own"
+        same = ranks_per_node(record) == hw.gpus_per_node
+        return "" if same else f"nodes of {ranks_per_node(record)} GPUs instead of {hw.gpus_per_node}"
     if record.bench != "experts" and not setup["graph"]:
         return "eager calls: the host's time is not predicted"
     if setup.get("routing", "uniform") != "uniform":

@@ -50,6 +50,19 @@ def test_measured_rows_are_predicted(hw: Hardware, records: list[Record]) -> Non
     assert sum(c.reason == "constants come from it" for c in found) == len(hw.rows)
 
 
+def test_a_network_is_found_in_rows_between_nodes(hw: Hardware, records: list[Record]) -> None:
+    """Three of five rows of nodes of one GPU over sockets predict the others."""
+    between = [f"transport transport=collective nodes=2 tokens={tokens}" for tokens in (1, 128, 4096)]
+    found = calibrate(dataclasses.replace(hw, gpus_per_node=1, rows=(*hw.rows, *between)), records)
+    assert 500 < found.network_us < 2000
+    assert 1.5 < found.network_gbs < 2.5
+    errors = [abs(c.error) for c in compare(found, records) if c.what == "exchange between nodes"]
+    assert len(errors) == 2
+    assert max(errors) <= 0.25
+    [left_out] = {c.reason for c in compare(hw, records) if "nodes of" in c.reason}
+    assert left_out == "nodes of 1 GPUs instead of 8"
+
+
 def test_rows_of_replaced_kernels_are_named_and_not_compared(hw: Hardware, records: list[Record]) -> None:
     [record] = chosen_rows(records, ["transport commit=aa13260 world_size=2 tokens=1"])
     [left_out] = (
