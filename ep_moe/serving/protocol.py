@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 from transformers import PreTrainedTokenizerBase
 
 from ep_moe.engines.transformers.decoding.adjust import MOST_LOGPROBS
@@ -19,6 +19,7 @@ from ep_moe.engines.transformers.decoding.passes import Sampling
 from ep_moe.engines.transformers.decoding.sequences import MOST_END_IDS
 from ep_moe.fields import shown
 from ep_moe.serving.formats import ResponseFormat, Schema, StructuredOutputs
+from ep_moe.serving.messages import Message, NamedTool, Strict, Tool
 from ep_moe.serving.scheduler import BadRequestError
 
 MOST_STOPS = 16
@@ -88,20 +89,16 @@ def _check_prompt(prompt: Any) -> Any:
     raise ValueError("must be a text, token ids, or a list of either")
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Strict):
     """`stream_options`; `include_usage` adds a last chunk with the usage."""
-
-    model_config = ConfigDict(extra="forbid")
 
     include_usage: bool = False
     include_obfuscation: bool = False  # changes nothing: no chunk is padded
     continuous_usage_stats: Literal[False] = False
 
 
-class _Body(BaseModel):
+class _Body(Strict):
     """A body in which null is no value, and what is not served may ask for nothing."""
-
-    model_config = ConfigDict(extra="forbid")
 
     @model_validator(mode="before")
     @classmethod
@@ -258,128 +255,6 @@ class CompletionRequest(_Request):
         if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
             found = dataclasses.replace(found, prompt_logprobs=self.logprobs)
         return found
-
-
-def _arguments(value: Any) -> dict[str, Any]:
-    """The object of a call's arguments. Errors: ValueError."""
-    try:
-        found = json.loads(value or "{}") if isinstance(value, str) else value
-        json.dumps(found, ensure_ascii=False).encode()  # a UnicodeEncodeError, a ValueError, for half of a character
-    except RecursionError:
-        raise ValueError("is nested too deeply") from None
-    if not isinstance(found, dict):
-        raise ValueError("must be the text of a JSON object")
-    return found
-
-
-class Function(BaseModel):
-    """A function that the model may call; `parameters` is a JSON schema."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,64}$")]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(BaseModel):
-    """An element of `tools`."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    type: Literal["function"]
-    function: Function
-
-    def for_template(self) -> dict[str, Any]:
-        """The tool as chat templates read it."""
-        function = self.function.model_dump(exclude={"strict"})
-        return {"type": self.type, "function": {name: value for name, value in function.items() if value is not None}}
-
-
-class _Named(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    name: str
-
-
-class NamedTool(BaseModel):
-    """A function that `tool_choice` wants to be called."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    type: Literal["function"] = "function"
-    function: _Named
-
-
-class TextPart(BaseModel):
-    """A part of a message's content."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    type: Literal["text"]
-    text: str
-
-
-class CalledFunction(BaseModel):
-    """What a tool call of a message calls; `arguments` is the text of a JSON object."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    name: str
-    arguments: Annotated[Any, AfterValidator(_arguments)]
-
-
-class ToolCall(BaseModel):
-    """A tool call of an assistant's message."""
-
-    model_config = ConfigDict(extra="ignore")  # the index of a stream's chunks
-
-    id: str = ""
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-    def for_template(self) -> dict[str, Any]:
-        """The call as chat templates read it: the arguments are an object."""
-        return self.model_dump()
-
-
-class Message(BaseModel):
-    """A message of a chat."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    role: str
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    refusal: Literal[""] | None = None
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
-    tool_call_id: str | None = None
-    function_call: None = None
-    audio: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-
-    @model_validator(mode="after")
-    def _check(self) -> "Message":
-        if self.content is None and self.role != "assistant":
-            raise ValueError(f"content (None) of role {self.role!r} must be a text or a list of parts")
-        return self
-
-    def for_template(self) -> dict[str, Any]:
-        """The message as chat templates read it."""
-        content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        reasoning = self.reasoning_content if self.reasoning is None else self.reasoning
-        calls = [call.for_template() for call in self.tool_calls or ()] or None
-        more = {
-            "name": self.name,
-            "reasoning_content": reasoning,
-            "tool_calls": calls,
-            "tool_call_id": self.tool_call_id,
-        }
-        return {"role": self.role, "content": text} | {key: value for key, value in more.items() if value is not None}
 
 
 class _Templated(_Body):
