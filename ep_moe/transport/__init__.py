@@ -10,11 +10,10 @@ from ep_moe.group import EPGroup
 from ep_moe.group.symmetric import why_unreachable
 from ep_moe.placement import Placement
 from ep_moe.transport.base import Dispatched, Handle, Transport
-from ep_moe.transport.collective import CollectiveTransport, GatheredTransport
+from ep_moe.transport.collective import GATHERED_TOKENS, CollectiveTransport, GatheredTransport
 from ep_moe.transport.hierarchical import HierarchicalTransport, NodesGatheredTransport
 from ep_moe.transport.local import LocalTransport
 
-GATHERED_TOKENS = 1024  # of all ranks: up to so many, "gathered" was compared with "collective" on 2 H200
 GATHERED_RANKS = 8  # of which each gets all tokens: with more, a token's experts are on a part of them
 
 _log = logging.getLogger(__name__)

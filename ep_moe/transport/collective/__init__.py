@@ -1,6 +1,6 @@
 """Exchange by collectives of torch.distributed, on NCCL or gloo."""
 
-from ep_moe.transport.collective.gathered import GatheredTransport
+from ep_moe.transport.collective.gathered import GATHERED_TOKENS, GatheredTransport
 from ep_moe.transport.collective.transport import CollectiveTransport
 
-__all__ = ["CollectiveTransport", "GatheredTransport"]
+__all__ = ["GATHERED_TOKENS", "CollectiveTransport", "GatheredTransport"]

@@ -23,6 +23,8 @@ from ep_moe.transport.headers import HEADER_WORDS, Header, swap_headers
 from ep_moe.transport.host_sync import Tokens
 from ep_moe.transport.payload import RowFormat
 
+GATHERED_TOKENS = 1024  # of all ranks: up to so many it was compared with `collective` on 2 H200
+
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class GatheredRound(CollectiveRound):

@@ -24,6 +24,7 @@ from ep_moe.group import EPGroup
 from ep_moe.layout import Packed, TokenRows, merge_repeats
 from ep_moe.placement import Placement
 from ep_moe.transport.base import Dispatched, RoundKind
+from ep_moe.transport.collective import GATHERED_TOKENS
 from ep_moe.transport.collective.send_plan import owners, plan_send, write_rows
 from ep_moe.transport.collective.transport import CollectiveRound
 from ep_moe.transport.headers import HEADER_WORDS, swap_headers
@@ -32,8 +33,6 @@ from ep_moe.transport.hierarchical.network import Message, Network
 from ep_moe.transport.hierarchical.relay import Forwarded, make_relay
 from ep_moe.transport.host_sync import Tokens, maps_of, sum_experts
 from ep_moe.transport.payload import RowFormat
-
-MOST_GATHERED = 1024  # tokens of all ranks: with more, a token's experts are on a part of them
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -74,7 +73,7 @@ class HierarchicalTransport(NodesGatheredTransport):
 
     def __init__(self, group: EPGroup, placement: Placement, config: TransportConfig, *, inside: str = "auto") -> None:
         super().__init__(group, placement, config)
-        self.most_gathered = MOST_GATHERED
+        self.most_gathered = GATHERED_TOKENS
         self._network = Network(group, self.nodes)
         self._relay = make_relay(group, self.nodes, placement, config, inside)
         self._node_of = owners([last - first for first, last in self.nodes.experts(placement)], group.device)
