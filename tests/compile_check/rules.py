@@ -107,15 +107,17 @@ def _least_width(access: ir.Access, threads: int) -> int:
 def narrow_accesses(intermediate: ir.Ir, machine: sass.Sass, threads: int) -> list[str]:
     """Describe each line whose loads or stores are too narrow.
 
-    An instruction belongs to the accesses of its own line with its kind and elements no wider than it is; if the
-    compiler lost the line, to those of the whole kernel. The strictest of them counts.
+    An instruction belongs to the accesses of its own line with its kind and elements no wider than it is; if there are
+    none, to those of this line in other files, since ptxas leaves out a change of the file alone; if there are none
+    either, to those of the whole kernel. The strictest of them counts.
     """
     texts = []
     for access in machine.accesses:
         if access.width_bytes >= MINIMUM_WIDTH_BYTES:
             continue
         able = [a for a in intermediate.accesses if a.kind == access.kind and a.element_bytes <= access.width_bytes]
-        here = [a for a in able if a.place == access.place] or able
+        line = (access.place or ())[1:]
+        here = [a for a in able if a.place == access.place] or [a for a in able if (a.place or ())[1:] == line] or able
         strictest = max(here, key=lambda a: _least_width(a, threads), default=None)
         if strictest is None or access.width_bytes < _least_width(strictest, threads):
             block = f"{strictest.elements} {strictest.element}" if strictest else "unknown numbers"

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from compile_check.__main__ import main
@@ -124,6 +125,21 @@ def test_order_finds(order_of_mutants: dict[str, list[str]], mutant: Mutant) -> 
     """A change of the exchange that breaks the order of its accesses is found; unchanged it has no finding."""
     assert order_of_mutants[mutant.kernel] == []
     assert any(mutant.found in text for text in order_of_mutants[mutant.name]), order_of_mutants[mutant.name]
+
+
+def test_a_load_keeps_its_line_where_the_table_lacks_its_file() -> None:
+    from compile_check import ir, rules, sass
+
+    def read(elements: int, line: int) -> ir.Access:
+        return ir.Access(kind="load", element="bf16", elements=elements, place=("a.py", line))
+
+    def text(line: int) -> str:
+        load = sass.GlobalAccess(kind="load", opcode="LDG.E.U16", width_bytes=2, place=("b.py", line))
+        return "".join(rules.narrow_accesses(intermediate, SimpleNamespace(accesses=[load]), 256))
+
+    intermediate = ir.Ir(accesses=[read(128, 54), read(8192, 7)], dots=[], reductions=[], widens_fp8=False)
+    found = "LDG.E.U16 for a load of 8192 bf16 by 256 threads at b.py"
+    assert [text(line) for line in (54, 7, 55)] == ["", f"{found}:7", f"{found}:55"]
 
 
 def test_rules_of_order_say_what_no_kernel_has() -> None:
