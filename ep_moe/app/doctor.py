@@ -25,6 +25,7 @@ OK, NOTE, WARNING, FAILED = "ok", "note", "warning", "failed"
 EXPECTED = Path(__file__).with_name("expected.json")  # `ep-moe bench expected` makes it from docs/benchmarks
 SLOW = 1.25  # times the expected time, from which a measured one is slow
 LEAST_SHM, LEAST_CACHE, LEAST_FILES = 2**30, 2**30, 4096  # bytes, bytes, open files
+_TESTED = {"torch": "<2.16", "triton": "<3.10"}  # below which releases are tested; pyproject.toml has the oldest
 _EXTRAS = {"fastapi": "serve", "uvicorn": "serve", "matplotlib": "bench", "ray": "ray"}
 _PARTS = ("software", "system", "gpus", "others", "speed", "server")
 
@@ -47,7 +48,8 @@ class Finding:
     """A line of the report.
 
     Args:
-        verdict: OK; NOTE for what may be missing; WARNING for what makes something slow or fail later; FAILED.
+        verdict: OK; NOTE for what may be missing, or is newer than what is tested; WARNING for what makes something
+            slow or fail later; FAILED.
         mend: what to do, "" if nothing.
     """
 
@@ -77,6 +79,7 @@ def diagnose(config: DoctorConfig) -> dict[str, Any]:
 
 def _software() -> Iterator[Finding]:
     from packaging.requirements import Requirement
+    from packaging.specifiers import SpecifierSet
 
     def line(name: str, verdict: str, found: str, mend: str = "") -> Finding:
         return Finding(part="software", name=name, verdict=verdict, found=found, mend=mend)
@@ -89,7 +92,8 @@ def _software() -> Iterator[Finding]:
         needed = []
         yield line("ep-moe", WARNING, f"{Path(__file__).parents[1]} is not installed", "pip install .")
     for each in needed:
-        tested = ",".join(sorted(map(str, each.specifier), reverse=True))
+        releases = each.specifier & SpecifierSet(_TESTED.get(each.name, ""))
+        tested = ",".join(sorted(map(str, releases), reverse=True))
         if each.marker is not None and not each.marker.evaluate({"extra": ""}):
             continue
         version, mend = _version_of(each.name), f"pip install '{each.name}{tested}'"
@@ -97,6 +101,8 @@ def _software() -> Iterator[Finding]:
             yield line(each.name, FAILED, "missing", mend)
         elif not each.specifier.contains(version, prereleases=True):
             yield line(each.name, WARNING, f"{version} is not tested, {tested} is", mend)
+        elif not releases.contains(version, prereleases=True):
+            yield line(each.name, NOTE, f"{version} is newer than what is tested, {tested}", f"if it fails: {mend}")
         else:
             yield line(each.name, OK, f"{version}{f', tested are {tested}' if tested else ''}")
     for name, extra in _EXTRAS.items():

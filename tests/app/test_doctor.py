@@ -40,7 +40,7 @@ def test_every_line_has_a_verdict_and_what_is_not_well_a_mend() -> None:
         assert finding["found"]
         assert finding["verdict"] in ("ok", "note", "warning")
         assert bool(finding["mend"]) == (finding["verdict"] != "ok"), finding
-    assert report["findings"][2]["found"].startswith(torch.__version__)
+    assert torch.__version__.startswith(report["findings"][2]["found"].split(",")[0])  # PyPI's leaves +cu132 out
 
 
 def test_the_text_says_the_same() -> None:
@@ -67,9 +67,18 @@ def test_what_a_machine_lacks_is_told_with_its_mend(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(doctor, "_version_of", lambda name: {"torch": "2.1", "triton": None}.get(name, "99"))
     done = CliRunner().invoke(app, ["doctor", "--json", "--only", "software"])
     report = {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
-    assert report["torch"]["found"] == "2.1 is not tested, >=2.11,<2.14 is"
+    assert report["torch"]["found"] == "2.1 is not tested, >=2.11,<2.16 is"
     assert (done.exit_code, report["triton"]["verdict"]) == (1, "failed")
-    assert report["triton"]["mend"] == "pip install 'triton>=3.6,<3.8'"
+    assert report["triton"]["mend"] == "pip install 'triton>=3.6,<3.10'"
+
+
+def test_a_release_newer_than_what_is_tested_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"torch": "2.15.3+cpu", "triton": "3.10.0"}
+    monkeypatch.setattr(doctor, "_version_of", lambda name: versions.get(name, "5.99"))
+    report = findings("--only", "software")
+    assert (report["torch"]["verdict"], report["triton"]["verdict"]) == ("ok", "note")
+    assert report["triton"]["found"] == "3.10.0 is newer than what is tested, >=3.6,<3.10"
+    assert report["triton"]["mend"] == "if it fails: pip install 'triton>=3.6,<3.10'"
 
 
 def test_gpus_are_listed_with_links_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
