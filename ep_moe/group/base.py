@@ -478,8 +478,11 @@ class EPGroup:
         self.destroyed, self._gathers = True, None
         if self.watch is None:
             return
+        owned = self._epoch is not None
+        if owned and not at_once:
+            self.watch.let_connect()
         self.watch.leave()
-        owned, at_once = self._epoch is not None, self.watch.lost() or (at_once and self.backend == "gloo")
+        at_once = self.watch.lost() or (at_once and self.backend == "gloo")
         for part in self.parts.values():
             part._gathers = None
             if at_once:

@@ -156,6 +156,7 @@ def join_world(epoch: Epoch, config: GroupConfig, device: torch.device) -> Watch
             _init_world(dist.PrefixStore(secret_key(secret, f"{key}/group"), store), epoch, config, device, watch)
         except RuntimeError as error:
             raise watch.explain(error, "connect", None) or error from error
+        watch.connected()
     except BaseException:
         watch.close()
         raise

@@ -197,6 +197,17 @@ class Watch:
             self._wake.set()
         raise self.failure.copy()
 
+    def connected(self) -> None:
+        """Publish that this rank is connected to all others."""
+        with self.waiting("connect", None, 1):
+            self._wake.set()
+
+    def let_connect(self) -> None:
+        """Wait until all ranks are connected, at most timeout_secs: none can connect to a rank that has left."""
+        deadline = time.monotonic() + self._config.timeout_secs
+        while not self.lost() and not self.all_have_reached("connect", 1) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
     def blame(self, phase: str, round: int | None, count: int) -> PeerLostError:  # noqa: A002
         """Find the ranks for which a wait has timed out, and publish them as lost."""
         if not self._take_turn():

@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,26 @@ def test_without_a_secret_what_strangers_write_is_a_named_error(tmp_path: Path) 
         time.sleep(0.01)
     assert "the launcher's store holds what no rank wrote" in str(watch.failure)
     watch.close()
+
+
+def test_a_rank_leaves_once_all_are_connected() -> None:
+    """gloo had failed to connect to a rank that was done before."""
+    shared = store.serve_store("127.0.0.1", 0, 5.0)
+    prefixed = dist.PrefixStore("w", shared)
+    first, second = (
+        Watch(prefixed, rank=rank, world_ranks=(0, 1), config=CONFIG, local_rank=rank, secret="") for rank in range(2)
+    )
+    first.meet(5.0)
+    first.connected()
+    leaving = threading.Thread(target=first.let_connect, daemon=True)
+    leaving.start()
+    leaving.join(0.2)
+    assert leaving.is_alive()
+    second.connected()
+    leaving.join(0.5)
+    assert not leaving.is_alive()
+    first.close()
+    second.close()
 
 
 def be_slow(group: EPGroup) -> tuple[float, list[int]]:
