@@ -60,10 +60,7 @@ class Kernel:
         self._kernel, self._fixed, self._settings = kernel, fixed, settings
         along = (grid,) if isinstance(grid, int) else grid
         self._grid: tuple[int, int, int] = (*along, 1, 1)[:3]  # type: ignore[assignment]
-        self._constants = {
-            name: as_constants(value, kernel, name) if hasattr(value, "_fields") else value
-            for name, value in constants.items()
-        }
+        self._constants = constants_of(kernel, constants)
         # Triton 3.10 changes the default of fusion, and with it the bits of results
         self._options = {"enable_fp_fusion": True, **Device.of(device).compiler_options, **(options or {})}
         self._device, self._prepare = device, prepare
@@ -163,6 +160,14 @@ def _with_values(arguments: Any, values: Iterator[int]) -> Any:
         return next(values)
 
     return mapped(arguments, replaced)
+
+
+def constants_of(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
+    """Constants by parameter, the NamedTuples among them as of `as_constants`. Local."""
+    return {
+        name: as_constants(value, kernel, name) if hasattr(value, "_fields") else value
+        for name, value in constants.items()
+    }
 
 
 def as_constants(group: Group, kernel: Any, parameter: str) -> Group:

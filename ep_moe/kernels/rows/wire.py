@@ -3,6 +3,8 @@
 Letters: T tokens on this rank, K top-k, R ranks, P physical experts, B blocks of TOKENS tokens each, G scale groups.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -18,6 +20,41 @@ PAIRS = tl.constexpr(5)
 BAD_ID = tl.constexpr(6)
 LAYER = tl.constexpr(7)
 SETTINGS = tl.constexpr(8)
+
+
+class SentTokens(NamedTuple):
+    """The tokens that are written to the send buffer."""
+
+    x: Any  # [T, ROW] int32 words of values, rows `x_stride` units apart
+    scale: Any  # [T, G], any Triton dtype, any strides
+    ids: Any  # [T, K] int32 or int64, rows `ids_stride` apart
+    weights: Any  # [T, K] float32, rows `weights_stride` apart
+
+
+class Destinations(NamedTuple):
+    """The ranks that tokens go to, and how their rows are counted: in blocks of tokens."""
+
+    R: tl.constexpr
+    RANKS: tl.constexpr  # R rounded up to a power of two
+    TOKENS: tl.constexpr  # of a block
+
+
+class WireRow(NamedTuple):
+    """A row that is sent: values, scales padded to whole words, ids, weights."""
+
+    UNITS: tl.constexpr  # of 16 bytes
+    IDS: tl.constexpr  # the place of its ids, in words
+    K: tl.constexpr
+    COLUMNS: tl.constexpr  # K rounded up to a power of two
+
+
+class Messages(NamedTuple):
+    """The messages of a fixed size that ranks have sent each other."""
+
+    OWN: tl.constexpr  # this rank
+    R: tl.constexpr
+    RANKS: tl.constexpr  # R + 1 rounded up to a power of two
+    HEAD: tl.constexpr  # rows that a header takes
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_physical", "ids_stride"])
@@ -127,11 +164,8 @@ def _write_header_kernel(
 def _write_rows_kernel(
     place_ptr,  # [T, R] int32
     block_start_ptr,  # [B, R] int32
-    x_ptr,  # [T, VALUE_WORDS] int32 words of values, rows `x_stride` units apart
-    scale_ptr,  # [T, G], any Triton dtype, any strides
-    ids_ptr,  # [T, K] int32 or int64, rows `ids_stride` apart
-    weights_ptr,  # [T, K] float32, rows `weights_stride` apart
-    out_ptr,  # [rows, 4 * ROW_UNITS] int32 words, out
+    tokens,  # SentTokens
+    out_ptr,  # [rows, 4 * UNITS] int32 words, out
     out_scale_ptr,  # the same memory, viewed in the dtype of scales
     token_to_row_ptr,  # [T, R] int32, out: the row of the send buffer that goes to the rank, -1 none
     x_stride,
@@ -139,51 +173,43 @@ def _write_rows_kernel(
     scale_group_stride,
     ids_stride,
     weights_stride,
-    R: tl.constexpr,
-    RANKS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    VALUE_WORDS: tl.constexpr,
-    UNIT: tl.constexpr,  # words in a unit of x_stride
-    SCALE_BYTES: tl.constexpr,  # of one scale; the scales of a row are padded to whole words
-    ROW_UNITS: tl.constexpr,  # 16-byte units of a row of the buffer
-    WORDS: tl.constexpr,  # value words that one program copies
-    G: tl.constexpr,
-    GROUPS: tl.constexpr,
-    K: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    TO,  # Destinations
+    WORDS,  # `permute.Words`; `x_stride` is in its units
+    SCALES,  # `permute.ScaleGroups`
+    ROW,  # WireRow
 ):
-    """Copy WORDS value words of a token to each of its rows; its first program also writes scales, ids and weights."""
+    """Copy BLOCK value words of a token to each of its rows; its first program also writes scales, ids and weights."""
     token = tl.program_id(0).to(tl.int64)
-    rank, group, column = tl.arange(0, RANKS), tl.arange(0, GROUPS), tl.arange(0, COLUMNS)
-    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    rank, group, column = tl.arange(0, TO.RANKS), tl.arange(0, SCALES.GROUPS), tl.arange(0, ROW.COLUMNS)
+    word = tl.program_id(1) * WORDS.BLOCK + tl.arange(0, WORDS.BLOCK)
     leads = tl.program_id(1) == 0
-    IDS: tl.constexpr = VALUE_WORDS + (G * SCALE_BYTES + 3) // 4
-    place = tl.load(place_ptr + token * R + rank, mask=rank < R, other=-1)
-    row = tl.load(block_start_ptr + token // TOKENS * R + rank, mask=place >= 0, other=0)
+    SCALE_BYTES: tl.constexpr = out_scale_ptr.dtype.element_ty.primitive_bitwidth // 8
+    place = tl.load(place_ptr + token * TO.R + rank, mask=rank < TO.R, other=-1)
+    row = tl.load(block_start_ptr + token // TO.TOKENS * TO.R + rank, mask=place >= 0, other=0)
     row = tl.where(place >= 0, row + place, -1)
-    tl.store(token_to_row_ptr + token * R + rank, row, mask=(rank < R) & leads)
-    values = tl.load(x_ptr + token * x_stride * UNIT + word, mask=word < VALUE_WORDS)
-    if G > 0:
-        scale_ptrs = scale_ptr + token * scale_token_stride + group.to(tl.int64) * scale_group_stride
-        scale = tl.load(scale_ptrs, mask=(group < G) & leads)
-    ids = tl.load(ids_ptr + token * ids_stride + column, mask=(column < K) & leads).to(tl.int32)
-    weights = tl.load(weights_ptr + token * weights_stride + column, mask=(column < K) & leads)
+    tl.store(token_to_row_ptr + token * TO.R + rank, row, mask=(rank < TO.R) & leads)
+    values = tl.load(tokens.x + token * x_stride * WORDS.UNIT + word, mask=word < WORDS.ROW)
+    if SCALES.G > 0:
+        scale_ptrs = tokens.scale + token * scale_token_stride + group.to(tl.int64) * scale_group_stride
+        scale = tl.load(scale_ptrs, mask=(group < SCALES.G) & leads)
+    ids = tl.load(tokens.ids + token * ids_stride + column, mask=(column < ROW.K) & leads).to(tl.int32)
+    weights = tl.load(tokens.weights + token * weights_stride + column, mask=(column < ROW.K) & leads)
     weights = weights.to(tl.int32, bitcast=True)
-    for r in range(R):
+    for r in range(TO.R):
         to = tl.max(tl.where(rank == r, row, -1), 0).to(tl.int64)
         if to >= 0:
-            row_ptr = out_ptr + to * (ROW_UNITS * 4)
-            tl.store(row_ptr + word, values, mask=word < VALUE_WORDS)
-            if G > 0:
-                row_scale_ptr = out_scale_ptr + to * (ROW_UNITS * 16 // SCALE_BYTES) + VALUE_WORDS * 4 // SCALE_BYTES
-                tl.store(row_scale_ptr + group, scale, mask=(group < G) & leads)
-            tl.store(row_ptr + IDS + column, ids, mask=(column < K) & leads)
-            tl.store(row_ptr + IDS + K + column, weights, mask=(column < K) & leads)
+            row_ptr = out_ptr + to * (ROW.UNITS * 4)
+            tl.store(row_ptr + word, values, mask=word < WORDS.ROW)
+            if SCALES.G > 0:
+                row_scale_ptr = out_scale_ptr + to * (ROW.UNITS * 16 // SCALE_BYTES) + WORDS.ROW * 4 // SCALE_BYTES
+                tl.store(row_scale_ptr + group, scale, mask=(group < SCALES.G) & leads)
+            tl.store(row_ptr + ROW.IDS + column, ids, mask=(column < ROW.K) & leads)
+            tl.store(row_ptr + ROW.IDS + ROW.K + column, weights, mask=(column < ROW.K) & leads)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_physical"])
 def _read_messages_kernel(
-    messages_ptr,  # [R, HEAD + num_rows] rows of ROW_WORDS int32 words: a rank's header in HEAD rows, then its tokens
+    messages_ptr,  # [R, HEAD + num_rows] rows of 4 * UNITS int32 words: a rank's header in HEAD rows, then its tokens
     headers_ptr,  # the same memory as int64 words
     token_to_row_ptr,  # [T] int32, a token's row in this rank's message, -1 none
     owner_ptr,  # [P] int32, the rank of each physical expert
@@ -194,56 +220,52 @@ def _read_messages_kernel(
     num_rows,
     num_tokens,
     num_physical,
-    OWN: tl.constexpr,  # this rank
-    HEAD: tl.constexpr,
-    ROW_WORDS: tl.constexpr,
-    IDS: tl.constexpr,  # the place of a row's ids in words
-    R: tl.constexpr,
-    RANKS: tl.constexpr,
-    K: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WORDS: tl.constexpr,
+    FROM,  # Messages
+    ROW,  # WireRow
+    WORDS: tl.constexpr,  # of a header
     HIDDEN: tl.constexpr,
     ROWS_AT_ONCE: tl.constexpr,
 ):
     """Leave out rows that are no tokens, and all rows of a round whose headers do not go together, which gives NaN."""
-    height = HEAD + num_rows
+    height = FROM.HEAD + num_rows
     block = tl.program_id(0).to(tl.int64) * ROWS_AT_ONCE + tl.arange(0, ROWS_AT_ONCE)
-    rank, column = tl.arange(0, RANKS), tl.arange(0, COLUMNS)
-    is_rank = rank < R
-    stride = height.to(tl.int64) * (ROW_WORDS // 2)
+    rank, column = tl.arange(0, FROM.RANKS), tl.arange(0, ROW.COLUMNS)
+    is_rank = rank < FROM.R
+    stride = height.to(tl.int64) * (ROW.UNITS * 2)
     word_ptr = headers_ptr + rank * stride
-    own_ptr = headers_ptr + OWN * stride
+    own_ptr = headers_ptr + FROM.OWN * stride
     odd = tl.load(word_ptr + REFUSED, mask=is_rank, other=0) | tl.load(word_ptr + BAD_IDS, mask=is_rank, other=0)
     odd = (odd != 0) | (tl.load(word_ptr + FINGERPRINT, mask=is_rank, other=0) != tl.load(own_ptr + FINGERPRINT))
     odd |= tl.load(word_ptr + LAYER, mask=is_rank, other=0) != tl.load(own_ptr + LAYER)
     odd |= tl.load(word_ptr + SETTINGS, mask=is_rank, other=0) != tl.load(own_ptr + SETTINGS)
     bad = tl.max((odd & is_rank).to(tl.int32), 0)
     source, row = block // height, block % height
-    count = tl.load(headers_ptr + source * stride + ROWS, mask=source < R, other=0)
-    is_token = (row >= HEAD) & (row - HEAD < count) & (bad == 0)
-    inside = (source < R)[:, None] & (column < K)[None, :]
+    count = tl.load(headers_ptr + source * stride + ROWS, mask=source < FROM.R, other=0)
+    is_token = (row >= FROM.HEAD) & (row - FROM.HEAD < count) & (bad == 0)
+    inside = (source < FROM.R)[:, None] & (column < ROW.K)[None, :]
     ids = tl.load(
-        messages_ptr + block[:, None] * ROW_WORDS + IDS + column[None, :], mask=inside & is_token[:, None], other=-1
+        messages_ptr + block[:, None] * (ROW.UNITS * 4) + ROW.IDS + column[None, :],
+        mask=inside & is_token[:, None],
+        other=-1,
     )
-    tl.store(ids_ptr + block[:, None] * K + column[None, :], ids, mask=inside)
+    tl.store(ids_ptr + block[:, None] * ROW.K + column[None, :], ids, mask=inside)
     place = tl.load(token_to_row_ptr + block, mask=block < num_tokens, other=-1)
-    own_row_ptr = messages_ptr + (OWN * height.to(tl.int64) + HEAD + place) * ROW_WORDS + IDS
-    has = tl.zeros([ROWS_AT_ONCE, RANKS], tl.int1)
-    for k in range(K):
+    own_row_ptr = messages_ptr + (FROM.OWN * height.to(tl.int64) + FROM.HEAD + place) * (ROW.UNITS * 4) + ROW.IDS
+    has = tl.zeros([ROWS_AT_ONCE, FROM.RANKS], tl.int1)
+    for k in range(ROW.K):
         expert = tl.load(own_row_ptr + k, mask=place >= 0, other=-1)
         owner = tl.load(owner_ptr + expert, mask=(expert >= 0) & (expert < num_physical), other=-1)
         has |= owner[:, None] == rank[None, :]
-    rows = tl.where(has, rank[None, :] * height + HEAD + place[:, None], -1)
-    rows = tl.where(rank[None, :] == R, tl.where(bad != 0, R * height, -1), rows)
-    inside = (block < num_tokens)[:, None] & (rank <= R)[None, :]
-    tl.store(columns_ptr + block[:, None] * (R + 1) + rank[None, :], rows, mask=inside)
+    rows = tl.where(has, rank[None, :] * height + FROM.HEAD + place[:, None], -1)
+    rows = tl.where(rank[None, :] == FROM.R, tl.where(bad != 0, FROM.R * height, -1), rows)
+    inside = (block < num_tokens)[:, None] & (rank <= FROM.R)[None, :]
+    tl.store(columns_ptr + block[:, None] * (FROM.R + 1) + rank[None, :], rows, mask=inside)
     if (tl.program_id(0) == 0) & (bad != 0):
         for start in range(0, HIDDEN, 1024):
             value = start + tl.arange(0, 1024)
             tl.store(nan_ptr + value, float("nan"), mask=value < HIDDEN)
-        if tl.load(kept_ptr + R * WORDS) == 0:
+        if tl.load(kept_ptr + FROM.R * WORDS) == 0:
             for word in tl.static_range(WORDS):
                 tl.store(kept_ptr + rank * WORDS + word, tl.load(word_ptr + word, mask=is_rank), mask=is_rank)
             tl.debug_barrier()  # every warp has seen that nothing was kept
-            tl.store(kept_ptr + R * WORDS, 1)
+            tl.store(kept_ptr + FROM.R * WORDS, 1)

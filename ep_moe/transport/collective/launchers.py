@@ -4,10 +4,19 @@ CPU under TRITON_INTERPRET=1.
 Letters: T tokens on this rank, K top-k, R ranks, P physical experts, G scale groups.
 """
 
+import functools
+from typing import Any
+
 import torch
 import triton
 
+from ep_moe.kernel_launch.kernel import constants_of
+from ep_moe.kernels.rows.permute import ScaleGroups, Words
 from ep_moe.kernels.rows.wire import (
+    Destinations,
+    Messages,
+    SentTokens,
+    WireRow,
     _find_destinations_kernel,
     _read_messages_kernel,
     _write_header_kernel,
@@ -22,6 +31,8 @@ from ep_moe.transport.payload import WORD_BYTES, RowFormat, SendPlan
 _PLACES = 2048  # (token, rank) pairs per program
 _SUMMED_COUNTS = 2048  # counts that are summed at a time
 _READ_ROWS = 32  # rows of messages per program
+_MOST_CONSTANTS = 256  # that are kept, for shapes
+_UNIT_BYTES = WORD_BYTES * UNIT_WORDS  # of one access
 
 
 def plan_send(
@@ -100,10 +111,7 @@ def write_rows(x: torch.Tensor | Quantized, routing: Routing, plan: SendPlan, *,
         _write_rows_kernel[(num_tokens, triton.cdiv(words.shape[1], copied))](
             plan.place,
             plan.block_start,
-            words,
-            words if scale is None else scale,
-            ids,
-            weights,
+            SentTokens(words, words if scale is None else scale, ids, weights),
             buffer.view(torch.int32),
             buffer if scale is None else buffer.view(scale.dtype),
             token_to_row,
@@ -111,22 +119,33 @@ def write_rows(x: torch.Tensor | Quantized, routing: Routing, plan: SendPlan, *,
             *((0, 0) if scale is None else scale.stride()),
             ids.stride(0),
             weights.stride(0),
-            R=num_ranks,
-            RANKS=triton.next_power_of_2(num_ranks),
-            TOKENS=plan.block_tokens,
-            VALUE_WORDS=words.shape[1],
-            UNIT=unit,
-            SCALE_BYTES=4 if scale is None else scale.element_size(),
-            ROW_UNITS=buffer.shape[1] // (4 * UNIT_WORDS),
-            WORDS=copied,
-            G=groups,
-            GROUPS=triton.next_power_of_2(max(groups, 1)),
-            K=num_topk,
-            COLUMNS=triton.next_power_of_2(num_topk),
+            **_write_constants(
+                num_ranks,
+                plan.block_tokens,
+                Words(words.shape[1], unit, copied),
+                groups,
+                0 if scale is None else scale.element_size(),
+                (buffer.shape[1] // _UNIT_BYTES, num_topk),
+            ),
             num_warps=num_warps,
             enable_fp_fusion=False,
         )
     return token_to_row
+
+
+@functools.lru_cache(maxsize=_MOST_CONSTANTS)
+def _write_constants(
+    num_ranks: int, block_tokens: int, words: Words, groups: int, scale_bytes: int, row: tuple[int, int]
+) -> dict[str, Any]:
+    """Those of `_write_rows_kernel` for scales of so many bytes; `row` is its 16-byte units and K."""
+    (units, num_topk), scale_words = row, triton.cdiv(groups * scale_bytes, WORD_BYTES)
+    constants = {
+        "TO": Destinations(R=num_ranks, RANKS=triton.next_power_of_2(num_ranks), TOKENS=block_tokens),
+        "WORDS": words,
+        "SCALES": ScaleGroups(G=groups, GROUPS=triton.next_power_of_2(max(groups, 1))),
+        "ROW": WireRow(units, words.ROW + scale_words, num_topk, triton.next_power_of_2(num_topk)),
+    }
+    return constants_of(_write_rows_kernel, constants)
 
 
 def read_messages(
@@ -159,17 +178,23 @@ def read_messages(
             height - head,
             num_tokens,
             owner.shape[0],
-            OWN=rank,
-            HEAD=head,
-            ROW_WORDS=row_bytes // WORD_BYTES,
-            IDS=row_format.ids_at // WORD_BYTES,
-            R=num_ranks,
-            RANKS=triton.next_power_of_2(num_ranks + 1),
-            K=num_topk,
-            COLUMNS=triton.next_power_of_2(num_topk),
-            WORDS=HEADER_WORDS,
-            HIDDEN=len(nan_row),
-            ROWS_AT_ONCE=_READ_ROWS,
+            **_read_constants(rank, num_ranks, head, row_format.ids_at, row_bytes, num_topk, len(nan_row)),
             enable_fp_fusion=False,
         )
     return ids, columns
+
+
+@functools.lru_cache(maxsize=_MOST_CONSTANTS)
+def _read_constants(
+    rank: int, num_ranks: int, head: int, ids_at: int, row_bytes: int, num_topk: int, hidden: int
+) -> dict[str, Any]:
+    """Those of `_read_messages_kernel` for rows of so many bytes, whose ids are at byte `ids_at`."""
+    columns = triton.next_power_of_2(num_topk)
+    constants = {
+        "FROM": Messages(OWN=rank, R=num_ranks, RANKS=triton.next_power_of_2(num_ranks + 1), HEAD=head),
+        "ROW": WireRow(row_bytes // _UNIT_BYTES, ids_at // WORD_BYTES, num_topk, columns),
+        "WORDS": HEADER_WORDS,
+        "HIDDEN": hidden,
+        "ROWS_AT_ONCE": _READ_ROWS,
+    }
+    return constants_of(_read_messages_kernel, constants)
