@@ -18,6 +18,7 @@ from ep_moe.kernel_launch.kernel import Kernel
 from ep_moe.kernels.rows.permute import (
     Ids,
     Placed,
+    Places,
     ScaleGroups,
     Words,
     _count_rows_kernel,
@@ -300,9 +301,7 @@ def _copy_rows(rows: TokenRows, ids: torch.Tensor, frame: Frame, places: _Places
     shape = CopyShape.of(rows if x is None else dataclasses.replace(rows, x=x), frame, copied=copy)
     copy_launch(shape, None if scale is None else scale.dtype, ids.device)(
         (
-            ids,
-            places.before,
-            places.expert_row_start,
+            Places(ids, places.before, places.expert_row_start),
             x,
             scale,
             token_to_row,
@@ -356,8 +355,8 @@ class CopyShape(NamedTuple):
 def copy_launch(shape: CopyShape, scale_dtype: torch.dtype | None, device: torch.device) -> Kernel:
     """The launch that copies rows of this shape, with scales of this dtype as bytes.
 
-    It takes ids, counts before each block, starts, rows as words, scales as bytes, token_to_row, row_index, rows as
-    words, scales as bytes; None for absent ones.
+    It takes `Places`, rows as words, scales as bytes, token_to_row, row_index, rows as words, scales as bytes; None for
+    absent ones.
     """
     del scale_dtype  # Triton reads it off the tensors of the first call
     words, num_warps = copy_block(shape.row_words)

@@ -7,7 +7,7 @@ import torch
 
 from ep_moe.config import Layout
 from ep_moe.kernel_launch.sequence import LaunchSequence
-from ep_moe.kernels.rows.permute import Placed
+from ep_moe.kernels.rows.permute import Placed, Places
 from ep_moe.layout.base import TokenRows
 from ep_moe.layout.frame import make_frame
 from ep_moe.layout.triton import CopyShape, block_tokens, copy_launch, place_launches
@@ -73,8 +73,9 @@ class PairLists:
             height=rows,
             out_rows=rows,
         )
+        places = Places("local_ids", "before", "expert_row_start")
         words = "weights:words", "numbers", "token_to_row", None, "factor:words", "source"
-        launches.append((copy_launch(copied, torch.int32, device), ("local_ids", "before", "expert_row_start", *words)))
+        launches.append((copy_launch(copied, torch.int32, device), (places, *words)))
         aliases = {f"{name}:words": (name, torch.int32) for name in ("weights", "factor")}
         self.sequence = LaunchSequence(launches, ("ids", "weights", "numbers"), pieces, device, aliases=aliases)
         offset_of = self.sequence.workspace.offset_of

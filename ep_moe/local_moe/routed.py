@@ -12,7 +12,7 @@ from ep_moe.config import Layout
 from ep_moe.kernel_launch.allocation import allocator
 from ep_moe.kernel_launch.kernel import Kernel
 from ep_moe.kernel_launch.sequence import LaunchSequence
-from ep_moe.kernels.rows.permute import Placed
+from ep_moe.kernels.rows.permute import Placed, Places
 from ep_moe.layout.base import Batched, BatchTemplate, Compact, ExpertBatch, PackingSizes, TokenRows, packable
 from ep_moe.layout.frame import Frame, make_frame
 from ep_moe.layout.triton import (
@@ -125,9 +125,9 @@ class RoutedPacking:
         if frame.scale is not None:
             self._pieces["scale"] = frame.scale.mT.shape[lead:], frame.scale.dtype
         launch = copy_launch(CopyShape.of(rows, frame), None if rows.scale is None else rows.scale.dtype, self.device)
-        places = "local_ids", "before", "expert_row_start"
+        places = Places("local_ids", "before", "expert_row_start")
         copied = f"{source}:words", f"{source}_scale:bytes"
-        self._launches.append((launch, (*places, *copied, "token_to_row", None, "x:words", "scale:bytes")))
+        self._launches.append((launch, (places, *copied, "token_to_row", None, "x:words", "scale:bytes")))
 
     def inputs(
         self,

@@ -48,6 +48,14 @@ class Placed(NamedTuple):
     expert_row_start: Any  # [L] int32, out
 
 
+class Places(NamedTuple):
+    """Where rows go, as earlier launches have found it."""
+
+    ids: Any  # [N, K] int32, local expert, -1 none; an expert at most once in a row
+    before: Any  # [B, L] int32, rows of each expert in earlier blocks
+    expert_row_start: Any  # [L] int32
+
+
 class ScaleGroups(NamedTuple):
     """The scales of a row."""
 
@@ -205,25 +213,23 @@ def _merge_and_place_kernel(
 
 
 @triton.jit
-def _rows_of_token(ids_ptr, before_ptr, expert_row_start_ptr, token, IDS):
+def _rows_of_token(places, token, IDS):
     """Return the row [COLUMNS] of each of a token's experts, -1 none."""
     column = tl.arange(0, IDS.COLUMNS)
-    mine = tl.load(ids_ptr + token * IDS.K + column, mask=column < IDS.K, other=-1)
+    mine = tl.load(places.ids + token * IDS.K + column, mask=column < IDS.K, other=-1)
     block = token // IDS.TOKENS
     place = tl.arange(0, IDS.TOKENS * IDS.COLUMNS)
     other, other_column = block * IDS.TOKENS + place // IDS.COLUMNS, place % IDS.COLUMNS
-    theirs = tl.load(ids_ptr + other * IDS.K + other_column, mask=(other < token) & (other_column < IDS.K), other=-1)
+    theirs = tl.load(places.ids + other * IDS.K + other_column, mask=(other < token) & (other_column < IDS.K), other=-1)
     row = tl.sum((theirs[:, None] == mine[None, :]).to(tl.int32), 0)
-    row += tl.load(before_ptr + block * IDS.L + mine, mask=mine >= 0, other=0)
-    row += tl.load(expert_row_start_ptr + mine, mask=mine >= 0, other=0)
+    row += tl.load(places.before + block * IDS.L + mine, mask=mine >= 0, other=0)
+    row += tl.load(places.expert_row_start + mine, mask=mine >= 0, other=0)
     return tl.where(mine >= 0, row, -1)
 
 
 @triton.jit(do_not_specialize=["height", "out_rows", "x_stride", "scale_token_stride", "scale_group_stride"])
 def _pack_rows_kernel(
-    ids_ptr,  # [N, K] int32, local expert, -1 none; an expert at most once in a row
-    before_ptr,  # [B, L] int32, rows of each expert in earlier blocks
-    expert_row_start_ptr,  # [L] int32
+    places,  # Places
     x_ptr,  # [N, ROW] int32 words, rows `x_stride` units apart; None leaves the values where they are
     scale_ptr,  # [N, G], any Triton dtype, any strides; or None
     token_to_row_ptr,  # [N, K] int32, out
@@ -246,7 +252,7 @@ def _pack_rows_kernel(
     is_word = word < WORDS.ROW
     leads = tl.program_id(1) == 0
     is_group = (group < SCALES.G) & leads
-    row = _rows_of_token(ids_ptr, before_ptr, expert_row_start_ptr, token, IDS)
+    row = _rows_of_token(places, token, IDS)
     row = tl.where(row < out_rows, row, -1)
     tl.store(token_to_row_ptr + token * IDS.K + column, row, mask=(column < IDS.K) & leads)
     if x_ptr is not None:
