@@ -7,16 +7,16 @@ import torch
 
 from ep_moe.kernel_launch.kernel import Kernel
 from ep_moe.kernels.gemm.arguments import TileList
-from ep_moe.kernels.local.start import _start_call_kernel
+from ep_moe.kernels.local.start import Lists, _start_call_kernel
 from ep_moe.kernels.rows.permute import Placed
-from ep_moe.kernels.rows.quantize import Quantizing
+from ep_moe.kernels.rows.quantize import Quantizing, Scaling
 from ep_moe.layout.triton import PlaceShape
 from ep_moe.local_moe.routed import PLACED, QUANTIZED
 from ep_moe.quant.triton import QuantizeKernel, QuantizeShape
 
 _MOST_LAUNCHES = 512
 _LEAST_WARPS = 4  # of the program that makes the lists
-_NOTHING: dict[str, Any] = {"GROUPS": None, "MICRO": False, "SCALE": "own", "POWER_OF_TWO": False}
+_NOTHING: dict[str, Any] = {"GROUPS": None, "SCALING": Scaling()}
 # names of the tensors, of packing and of the experts' tile list, in their order
 NAMES = Placed(*PLACED), TileList(*(f"tiles:{name}" for name in TileList._fields)), Quantizing(*QUANTIZED)
 NAMES_ALONE = NAMES[0], NAMES[1], Quantizing(None, None, None, None)
@@ -32,7 +32,7 @@ def start_launch(
 ) -> Kernel:
     """The launch for these shapes, and row tiles as of `PreparedCall`; it takes tensors as `NAMES` says."""
     del ids_dtype  # Triton reads it off the tensors of the first call
-    max_tiles, block_m = row_tiles
+    (max_tiles, block_m), placed = row_tiles, placing.constants
     programs, num_warps, stride, constants = 1, _LEAST_WARPS, 0, _NOTHING
     if quantizing is not None:
         kernel = QuantizeKernel.of(quantizing)
@@ -42,7 +42,7 @@ def start_launch(
         _start_call_kernel,
         programs,
         settings=(*placing.settings, max_tiles, stride),
-        constants={**placing.constants, "BLOCK_M": block_m, **constants},
+        constants={"IDS": placed.pop("IDS"), "LISTS": Lists(**placed, BLOCK_M=block_m), **constants},
         options={"num_warps": num_warps},
         device=device,
     )

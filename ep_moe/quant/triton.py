@@ -11,7 +11,7 @@ import triton
 
 from ep_moe.kernel_launch.kernel import Kernel
 from ep_moe.kernel_launch.sequence import LaunchSequence
-from ep_moe.kernels.rows.quantize import Groups, MicroTile, _quantize_rows_kernel
+from ep_moe.kernels.rows.quantize import Groups, MicroTile, Scaling, _quantize_rows_kernel
 from ep_moe.quant.base import TensorFormat, as_bytes
 
 _PROGRAM_COLUMNS = 2048  # the most columns of a program, unless a single group is wider
@@ -79,15 +79,15 @@ class QuantizeKernel(NamedTuple):
             programs = triton.cdiv(num_tokens, tokens) * triton.cdiv(width, columns)
             num_warps = max(tokens * columns // stored.packed // (32 * _THREAD_COLUMNS), 1)
             tile = MicroTile(H=width, WIDTH=group, TOKENS=tokens, COLUMNS=columns)
-            return cls(programs, num_warps, {"GROUPS": tile, "MICRO": True, "SCALE": "own", "POWER_OF_TWO": False})
+            return cls(programs, num_warps, {"GROUPS": tile, "SCALING": Scaling(MICRO=True)})
         columns = triton.next_power_of_2(group)
         program_groups = min(max(_PROGRAM_COLUMNS // columns, 1), triton.next_power_of_2(num_tokens * groups))
         programs = triton.cdiv(num_tokens * groups, program_groups)
         num_warps = min(max(program_groups * columns // (32 * _THREAD_COLUMNS), 1), _MAX_WARPS)
         scale = "static" if shape.static else "tensor" if stored.granularity == "tensor" else "own"
         found = Groups(H=width, WIDTH=group, COLUMNS=columns, G=groups, BLOCK=program_groups)
-        constants = {"GROUPS": found, "MICRO": False, "SCALE": scale, "POWER_OF_TWO": stored.power_of_two}
-        return cls(programs, num_warps, constants)
+        scaling = Scaling(SCALE=scale, POWER_OF_TWO=stored.power_of_two)
+        return cls(programs, num_warps, {"GROUPS": found, "SCALING": scaling})
 
 
 @functools.lru_cache(maxsize=_MOST_LAUNCHES)

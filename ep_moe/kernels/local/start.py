@@ -3,12 +3,23 @@
 Letters: N token rows, K top-k, H hidden, L local experts, B blocks of tokens, Q row tiles of all experts.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from ep_moe.kernels.gemm.tile_list import list_tiles
 from ep_moe.kernels.rows.permute import merge_and_place
 from ep_moe.kernels.rows.quantize import quantize_rows
+
+
+class Lists(NamedTuple):
+    """How the lists of rows and tiles are made."""
+
+    EXPERTS: tl.constexpr  # L + 1 rounded up to a power of two
+    BLOCKS: tl.constexpr  # B
+    BATCHED: tl.constexpr
+    BLOCK_M: tl.constexpr  # of a row tile
 
 
 @triton.jit(
@@ -37,14 +48,9 @@ def _start_call_kernel(
     max_tiles,
     x_stride,
     IDS,  # Ids
-    EXPERTS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BATCHED: tl.constexpr,
-    BLOCK_M: tl.constexpr,  # of a row tile
+    LISTS,  # Lists
     GROUPS,  # Groups or MicroTile; None if tokens stay as they are
-    MICRO: tl.constexpr,
-    SCALE: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
+    SCALING,  # Scaling
 ):
     """What `_merge_and_place_kernel`, `_tile_list_kernel` and a quantizing kernel store, in one launch.
 
@@ -52,8 +58,8 @@ def _start_call_kernel(
     """
     program = tl.program_id(0) - 1
     if quantizing.x is not None and program >= 0:
-        quantize_rows(program, quantizing, num_tokens, x_stride, GROUPS, MICRO, SCALE, POWER_OF_TWO)
+        quantize_rows(program, quantizing, num_tokens, x_stride, GROUPS, SCALING)
     if program < 0:
         sizes = num_tokens, first, last, ids_stride, weights_stride
-        counts = merge_and_place(placed, sizes, capacity, alignment, IDS, EXPERTS, BLOCKS, BATCHED)
-        list_tiles(counts, tiles, max_tiles, IDS.L, EXPERTS, BLOCK_M)
+        counts = merge_and_place(placed, sizes, capacity, alignment, IDS, LISTS.EXPERTS, LISTS.BLOCKS, LISTS.BATCHED)
+        list_tiles(counts, tiles, max_tiles, IDS.L, LISTS.EXPERTS, LISTS.BLOCK_M)

@@ -50,8 +50,16 @@ class MicroTile(NamedTuple):
     COLUMNS: tl.constexpr  # a power of two, at least WIDTH
 
 
+class Scaling(NamedTuple):
+    """How scales follow from rows."""
+
+    MICRO: tl.constexpr = False
+    SCALE: tl.constexpr = "own"  # or "tensor" or "static"
+    POWER_OF_TWO: tl.constexpr = False  # round scales up to powers of two
+
+
 @triton.jit
-def _quantize_groups(program, tensors, num_tokens, x_stride, GROUPS, SCALE: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+def _quantize_groups(program, tensors, num_tokens, x_stride, GROUPS, SCALING):
     """Quantize BLOCK groups: group i is group i % G of row i // G; the last of a row may be short."""
     DTYPE: tl.constexpr = tensors.data.dtype.element_ty
     index = program.to(tl.int64) * GROUPS.BLOCK + tl.arange(0, GROUPS.BLOCK)
@@ -64,12 +72,12 @@ def _quantize_groups(program, tensors, num_tokens, x_stride, GROUPS, SCALE: tl.c
     )
     x_ptrs = tensors.x + (token * x_stride + group * GROUPS.WIDTH)[:, None] + column[None, :]
     x = tl.load(x_ptrs, mask=inside, other=0.0).to(tl.float32)
-    if SCALE == "static":
+    if SCALING.SCALE == "static":
         scale = tl.zeros([GROUPS.BLOCK], tl.float32) + tl.load(tensors.given)
-    elif SCALE == "tensor":
-        scale = scale_for(tl.zeros([GROUPS.BLOCK], tl.float32) + tl.load(tensors.given), DTYPE, POWER_OF_TWO)
+    elif SCALING.SCALE == "tensor":
+        scale = scale_for(tl.zeros([GROUPS.BLOCK], tl.float32) + tl.load(tensors.given), DTYPE, SCALING.POWER_OF_TWO)
     else:
-        scale = scale_for(absmax(x, 1), DTYPE, POWER_OF_TWO)
+        scale = scale_for(absmax(x, 1), DTYPE, SCALING.POWER_OF_TWO)
     values_ptrs = tensors.data + (token * GROUPS.H + group * GROUPS.WIDTH)[:, None] + column[None, :]
     tl.store(values_ptrs, quantize_to(x, scale[:, None], DTYPE), mask=inside)
     tl.store(tensors.scale + group * num_tokens + token, scale, mask=token < num_tokens)
@@ -117,30 +125,16 @@ def quantize_rows(
     num_tokens,
     x_stride,
     GROUPS,  # Groups, or MicroTile if MICRO
-    MICRO: tl.constexpr,
-    SCALE: tl.constexpr,  # "own", "tensor" or "static"
-    POWER_OF_TWO: tl.constexpr,  # round scales up to powers of two
+    SCALING,  # Scaling
 ):
     """A program's share of the rows."""
-    if MICRO:
+    if SCALING.MICRO:
         _quantize_micro_groups(program, tensors, num_tokens, x_stride, GROUPS)
     else:
-        _quantize_groups(program, tensors, num_tokens, x_stride, GROUPS, SCALE, POWER_OF_TWO)
+        _quantize_groups(program, tensors, num_tokens, x_stride, GROUPS, SCALING)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _quantize_rows_kernel(
-    x,
-    given,
-    data,
-    scale,
-    num_tokens,
-    x_stride,
-    GROUPS,
-    MICRO: tl.constexpr,
-    SCALE: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-):
+def _quantize_rows_kernel(x, given, data, scale, num_tokens, x_stride, GROUPS, SCALING):
     """Quantize tokens; the first four are the fields of `Quantizing`."""
-    tensors = Quantizing(x, given, data, scale)
-    quantize_rows(tl.program_id(0), tensors, num_tokens, x_stride, GROUPS, MICRO, SCALE, POWER_OF_TWO)
+    quantize_rows(tl.program_id(0), Quantizing(x, given, data, scale), num_tokens, x_stride, GROUPS, SCALING)
