@@ -16,6 +16,7 @@ from ep_moe.kernel_launch.tensor_map import Address, address_of, is_descriptor
 from ep_moe.kernels.device import Device
 
 Tensors = tuple[Any, ...]  # tensors, tuples of them, or descriptors of them; None for those that are absent
+Numbers = tuple[Any, ...]  # integers, or tuples of them
 Run = Callable[[Sequence[int]], object]  # launches with addresses and numbers in one sequence
 Group = TypeVar("Group", bound=tuple[Any, ...])
 _log = logging.getLogger(__name__)
@@ -28,8 +29,8 @@ class Kernel:
     of 37 for a combine (`Launches`).
 
     Args:
-        kernel: takes `fixed`, then tensors in tuples or one by one, or their descriptors one by one, then numbers, then
-            `settings`, then its constants.
+        kernel: takes `fixed`, then tensors in tuples or one by one, or their descriptors one by one, then numbers in
+            tuples or one by one, then `settings`, then its constants.
             Numbers are not specialized, so one compiled kernel serves all launches whose tensors have the same dtypes,
             are aligned to 16 bytes, and are absent (None) in the same places. Others go through Triton.
         grid: programs, along one axis or several. options: of the compiler.
@@ -67,13 +68,13 @@ class Kernel:
         self.run: Run | None = None
         self.driver: DriverKernel | None = None
 
-    def compile(self, tensors: Tensors, numbers: tuple[int, ...] = ()) -> Any:
+    def compile(self, tensors: Tensors, numbers: Numbers = ()) -> Any:
         """Compile for arguments like these; returns Triton's CompiledKernel, which it keeps. Local."""
-        arguments = (*self._fixed, *tensors, *numbers, *self._settings)
+        arguments = _unspecialized(self._kernel, (*self._fixed, *tensors, *numbers, *self._settings))
         with self._on_device():
             return self._kernel.warmup(*arguments, grid=self._grid, **self._constants, **self._options)
 
-    def load(self, tensors: Tensors, numbers: tuple[int, ...] = ()) -> None:
+    def load(self, tensors: Tensors, numbers: Numbers = ()) -> None:
         """Load the compiled kernel onto the GPU without launching it. Local; may wait for the whole device."""
         compiled = self.compile(tensors, numbers)
         with self._on_device():
@@ -108,8 +109,14 @@ class Kernel:
 
             self.run = run_by_triton
 
-    def through_triton(self, tensors: Tensors, numbers: tuple[int, ...] = ()) -> None:
-        """Launch through Triton, which compiles anew for what it specializes on, on the current stream. Local."""
+    def through_triton(self, tensors: Tensors, numbers: Numbers = ()) -> None:
+        """Launch through Triton, which compiles anew for what it specializes on, on the current stream. Local.
+
+        Without a GPU it only compiles, unless in the interpreter.
+        """
+        if isinstance(self._kernel, JITFunction) and self._device.type != "cuda":
+            self.compile(tensors, numbers)
+            return
         arguments = (*self._fixed, *tensors, *numbers, *self._settings)
         if self._prepare is not None and self._device.type == "cuda":
             self.load(tensors, numbers)  # of these arguments, which may be specialized otherwise
@@ -120,7 +127,7 @@ class Kernel:
         """Makes the GPU of the tensors the current one, which Triton launches on."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
 
-    def __call__(self, tensors: Tensors, numbers: tuple[int, ...] = ()) -> None:
+    def __call__(self, tensors: Tensors, numbers: Numbers = ()) -> None:
         """Launch on the current stream. Local, no host sync; the first call compiles and loads the kernel."""
         addresses = [*map(address_of, present(tensors))]
         if self._device.type != "cuda" or any(address % 16 for address in addresses):
@@ -129,7 +136,7 @@ class Kernel:
         if self.run is None:
             self.load(tensors, numbers)
             assert self.run is not None
-        self.run([*addresses, *numbers])
+        self.run([*addresses, *present(numbers)])
 
 
 def present(tensors: Tensors) -> list[Any]:
@@ -141,6 +148,22 @@ def present(tensors: Tensors) -> list[Any]:
         elif each is not None:
             found.append(each)
     return found
+
+
+def _unspecialized(kernel: JITFunction, arguments: tuple[Any, ...]) -> list[Any]:
+    """Arguments like these to compile for.
+
+    Triton specializes numbers in tuples, also of a parameter in `do_not_specialize`: in these, each is replaced by one
+    of the same width that is neither 1 nor a multiple of 16.
+    """
+
+    def replaced(each: Any) -> Any:
+        return each | 3 if isinstance(each, int) else each
+
+    return [
+        mapped(each, replaced) if isinstance(each, tuple) and parameter.do_not_specialize else each
+        for parameter, each in zip(kernel.params, arguments, strict=False)
+    ]
 
 
 def mapped(nested: Any, function: Callable[[Any], Any]) -> Any:

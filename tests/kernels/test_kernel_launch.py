@@ -417,6 +417,30 @@ def test_constants_in_groups_are_what_the_compiler_needs() -> None:
     assert launch.run is None
 
 
+def test_numbers_in_tuples_are_not_specialized(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+    import triton.language as tl
+
+    from ep_moe.kernel_launch.kernel import Kernel
+
+    @triton.jit(do_not_specialize=["sizes"])
+    def kernel(x_ptr: Any, sizes: Any, others: Any) -> None:
+        tl.store(x_ptr, sizes[0] + sizes[1] + others[0])
+
+    seen = list[Any]()
+    monkeypatch.setattr(type(kernel), "warmup", lambda self, *arguments, **options: seen.append(arguments))
+    launch = Kernel(kernel, 1, fixed=(torch.zeros(1),), constants={}, device=torch.device("cpu"))
+    limits = -(2**63), -(2**31), 0, 2**31, 2**63  # between which Triton's types of integers are
+    values = (1, 16, -32, 0, -1, 2**31 - 1, 2**31, -(2**31), -(2**31) - 16, 2**40)
+    for value in values:
+        launch.compile((), ((value, None), (value,)))
+    for value, (_, (number, absent), others) in zip(values, seen, strict=True):
+        assert (absent, others) == (None, (value,))  # which the kernel may be specialized for
+        assert number != 1
+        assert number % 16
+        assert [number >= limit for limit in limits] == [value >= limit for limit in limits]
+
+
 def test_a_plan_ends_with_its_owner_or_when_it_was_not_used() -> None:
     plans, owner, other, kept = PlanCache[str](4), torch.zeros(1), torch.zeros(1), torch.zeros(1)
     alive = weakref.ref(kept)

@@ -9,6 +9,7 @@ from typing import Any
 
 from ep_moe.config import GroupConfig
 from ep_moe.group import EPGroup
+from ep_moe.kernels.exchange.dispatch import Roles
 from ep_moe.launch import launch
 from ep_moe.transport.one_sided import combine_launcher, dispatch_launcher, memory, round_plan, transport, tuning
 
@@ -103,7 +104,8 @@ class _Fused:
             if not (named["halves"].SEND and named["halves"].RECEIVE):
                 self._kernel[grid](**named, **extra)
                 return
-            alone = {"announcers": 1, "senders": 1, "first_receiver": 0}
+            roles = Roles(announcers=1, senders=1, first_receiver=0)
+            alone = {"roles": roles, "senders": roles.senders, "first_receiver": roles.first_receiver}
             self._kernel[(1,)](**named | {n: v for n, v in alone.items() if n in named}, **extra)
 
         return launch_one

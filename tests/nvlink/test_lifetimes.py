@@ -130,7 +130,7 @@ def test_a_repeated_round_passes_the_addresses_of_a_first(layout: Layout, monkey
     launch = Kernel.__call__
 
     def recorded(kernel: Kernel, tensors: tuple[Any, ...], numbers: tuple[int, ...] = ()) -> None:
-        first.append([*(tensor.data_ptr() for tensor in present(tensors)), *numbers])
+        first.append([*(tensor.data_ptr() for tensor in present(tensors)), *present(numbers)])
         launch(kernel, tensors, numbers)
 
     monkeypatch.setattr(Kernel, "__call__", recorded)

@@ -19,66 +19,65 @@ Letters: T tokens on this rank, K top-k, H hidden, G scale groups, R ranks, M ma
 blocks of tokens, L the most experts that a rank owns, C rows that share a matrix of scales.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from ep_moe.kernels.device import wait_for_launch
 from ep_moe.kernels.exchange.dispatch_receive import Receiver, receive
-from ep_moe.kernels.exchange.dispatch_send import Sender, Strides, send_ll, send_rows
+from ep_moe.kernels.exchange.dispatch_send import Sender, send_ll, send_rows
 from ep_moe.kernels.exchange.headers import Announcer, announce
 from ep_moe.kernels.exchange.peers import Exchange
 from ep_moe.kernels.exchange.round_state import ACTIVE, DONE, Round, is_off, next_epoch
 
 
-@triton.jit(
-    do_not_specialize=[
-        "max_tokens",
-        "num_blocks",
-        "num_physical",
-        "max_tokens_per_rank",
-        "word_tokens",
-        "height",
-        "alignment",
-        "fingerprint",
-        "refusal",
-        "announcers",
-        "senders",
-        "first_receiver",
-        "x_stride",
-        "scale_token_stride",
-        "scale_group_stride",
-        "ids_stride",
-        "weights_stride",
-        "layer",
-        "settings",
-        "number",
-        "timeout_ns",
-    ]
-)
+class Sizes(NamedTuple):
+    """Numbers of tokens, experts and rows."""
+
+    max_tokens: Any  # T, the most if HAS_NUM_TOKENS
+    num_blocks: Any  # B
+    num_physical: Any  # P
+    max_tokens_per_rank: Any  # M
+    word_tokens: Any  # the most that are sent as LL words
+    height: Any  # C
+    alignment: Any  # of an expert's first row if not BATCHED
+
+
+class Header(NamedTuple):
+    """What this rank says of its input to all ranks, besides counts."""
+
+    fingerprint: Any  # of the payload's format
+    refusal: Any  # 1 if the host has refused it
+
+
+class Roles(NamedTuple):
+    """The programs of a launch by what they do."""
+
+    announcers: Any  # how many send headers
+    senders: Any  # how many send tokens
+    first_receiver: Any
+
+
+class Layer(NamedTuple):
+    """`LayerTag.words` of the round, which ranks compare."""
+
+    layer: Any
+    settings: Any
+
+
+# Triton specializes numbers in tuples nevertheless, so `Kernel` compiles for others in their place
+@triton.jit(do_not_specialize=["sizes", "header", "roles", "strides", "layer", "number", "timeout_ns"])
 def _dispatch_kernel(
     links,  # `peers.Links`
     own,  # `round_state.SlotState`
-    max_tokens,  # T, the most if HAS_NUM_TOKENS
-    num_blocks,  # B
-    num_physical,  # P
-    max_tokens_per_rank,  # M
-    word_tokens,
-    height,  # C
-    alignment,  # of an expert's first row if not BATCHED
-    fingerprint,  # of the payload's format
-    refusal,  # 1 if the host has refused this rank's input
-    announcers,
-    senders,
-    first_receiver,
+    sizes,  # Sizes
+    header,  # Header
+    roles,  # Roles
     tokens,  # `dispatch_send.Tokens`
     batch,  # `batch_rows.Batch`
-    x_stride,
-    scale_token_stride,
-    scale_group_stride,
-    ids_stride,
-    weights_stride,
-    layer,  # `layer` and `settings`: `LayerTag.words` of the round, which ranks compare
-    settings,
+    strides,  # `dispatch_send.Strides`
+    layer,  # Layer
     number,  # `Round.number`
     timeout_ns,
     ranks: tl.constexpr,  # `wire_layout.Ranks`
@@ -94,30 +93,32 @@ def _dispatch_kernel(
     epoch = next_epoch(tl.load(own.state_ptr + DONE))
     active = tl.load(own.state_ptr + ACTIVE)
     enabled = is_off(exchange, ranks, epoch, active) == 0
-    round_ = Round(epoch, number, active, timeout_ns, enabled, fingerprint, layer, settings)
-    rows_per_rank = max_tokens_per_rank.to(tl.int64)
+    round_ = Round(epoch, number, active, timeout_ns, enabled, header.fingerprint, layer.layer, layer.settings)
+    rows_per_rank, num_physical = sizes.max_tokens_per_rank.to(tl.int64), sizes.num_physical
     if halves.SEND:
+        max_tokens, announcers = sizes.max_tokens, roles.announcers
         num_tokens = max_tokens
         if sending.HAS_NUM_TOKENS:
             num_tokens = tl.load(tokens.num_tokens_ptr)
-        present = tl.where((num_tokens > max_tokens) | (refusal > 0), 0, tl.maximum(num_tokens, 0))
-        strides = Strides(x_stride, scale_token_stride, scale_group_stride, ids_stride, weights_stride)
+        present = tl.where((num_tokens > max_tokens) | (header.refusal > 0), 0, tl.maximum(num_tokens, 0))
         if pid < announcers:
-            announcer = Announcer(pid, announcers, present, num_tokens, max_tokens, num_blocks, num_physical, refusal)
-            announce(exchange, ranks, round_, tokens, ids_stride, announcer, row, sending)
-        first_sender = tl.minimum(announcers, first_receiver)  # one program alone has all roles
-        if (pid >= first_sender) & (pid < first_sender + senders):
-            sender = Sender(pid - first_sender, senders, present, num_physical, rows_per_rank, word_tokens)
+            announcer = Announcer(
+                pid, announcers, present, num_tokens, max_tokens, sizes.num_blocks, num_physical, header.refusal
+            )
+            announce(exchange, ranks, round_, tokens, strides.ids, announcer, row, sending)
+        first_sender = tl.minimum(announcers, roles.first_receiver)  # one program alone has all roles
+        if (pid >= first_sender) & (pid < first_sender + roles.senders):
+            sender = Sender(pid - first_sender, roles.senders, present, num_physical, rows_per_rank, sizes.word_tokens)
             as_ll = sending.SEND_LL
             if sending.SEND_LL and sending.SEND_ROWS:
-                as_ll = present <= word_tokens
+                as_ll = present <= sizes.word_tokens
             if as_ll:
                 if sending.SEND_LL:
                     send_ll(exchange, ranks, round_, tokens, strides, sender, row, sending)
             elif sending.SEND_ROWS:
                 send_rows(exchange, ranks, round_, tokens, strides, sender, row, sending)
     if halves.RECEIVE:
-        if pid >= first_receiver:
-            receivers = tl.num_programs(0) - first_receiver
-            receiver = Receiver(pid - first_receiver, receivers, rows_per_rank, word_tokens, height, alignment)
+        if pid >= roles.first_receiver:
+            index, receivers = pid - roles.first_receiver, tl.num_programs(0) - roles.first_receiver
+            receiver = Receiver(index, receivers, rows_per_rank, sizes.word_tokens, sizes.height, sizes.alignment)
             receive(exchange, ranks, round_, batch, receiver, row, receiving)

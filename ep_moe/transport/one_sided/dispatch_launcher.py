@@ -12,11 +12,11 @@ import triton
 
 from ep_moe.config import Layout
 from ep_moe.kernel_launch.allocation import Workspace
-from ep_moe.kernel_launch.kernel import Kernel
+from ep_moe.kernel_launch.kernel import Kernel, Numbers
 from ep_moe.kernels.exchange.batch_rows import Batch
 from ep_moe.kernels.exchange.count_ids import _count_block_kernel, _sum_blocks_kernel
-from ep_moe.kernels.exchange.dispatch import _dispatch_kernel
-from ep_moe.kernels.exchange.dispatch_send import Tokens
+from ep_moe.kernels.exchange.dispatch import Header, Layer, Roles, Sizes, _dispatch_kernel
+from ep_moe.kernels.exchange.dispatch_send import Strides, Tokens
 from ep_moe.layout import Batched, Compact, Flat
 from ep_moe.layout.base import BatchTemplate, ExpertBatch
 from ep_moe.layout.triton import as_words
@@ -206,11 +206,12 @@ class DispatchLauncher:
         scale = self._unscaled if batch.scale is None else as_bytes(batch.scale)
         return Batch(as_bytes(batch.x).view(torch.int32), scale)
 
-    def arguments_of(self, round_: ExchangeRound, filled: Batch) -> tuple[tuple[Tokens, Batch], tuple[int, ...]]:
+    def arguments_of(self, round_: ExchangeRound, filled: Batch) -> tuple[tuple[Tokens, Batch], Numbers]:
         """The tensors and numbers of a launch through Triton. Local."""
         x, *others = round_.tokens
         values = x if round_.plan.sending.QUANTIZE else x.view(torch.int32)
-        return (Tokens(values, *others), filled), round_.numbers
+        *strides, layer, settings, number, timeout_ns = round_.numbers
+        return (Tokens(values, *others), filled), (Strides(*strides), Layer(layer, settings), number, timeout_ns)
 
     def _count_blocks(
         self, ids: torch.Tensor, weights: torch.Tensor, count: torch.Tensor, plan: RoundPlan
@@ -262,18 +263,17 @@ class DispatchLauncher:
                 fixed=(
                     context.memory.links[slot],
                     context.states.slots[slot],
-                    plan.spec.num_tokens,
-                    plan.blocks,
-                    context.ranks.STARTS[-1],
-                    context.config.max_tokens_per_rank,
-                    WORD_TOKENS,
-                    plan.frame.height,
-                    plan.frame.alignment,
-                    plan.fingerprint,
-                    round_.refusal,
-                    plan.announcers,
-                    senders,
-                    first_receiver,
+                    Sizes(
+                        max_tokens=plan.spec.num_tokens,
+                        num_blocks=plan.blocks,
+                        num_physical=context.ranks.STARTS[-1],
+                        max_tokens_per_rank=context.config.max_tokens_per_rank,
+                        word_tokens=WORD_TOKENS,
+                        height=plan.frame.height,
+                        alignment=plan.frame.alignment,
+                    ),
+                    Header(fingerprint=plan.fingerprint, refusal=round_.refusal),
+                    Roles(announcers=plan.announcers, senders=senders, first_receiver=first_receiver),
                 ),
                 constants={
                     "ranks": context.ranks,

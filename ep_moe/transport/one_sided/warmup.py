@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import triton
 
-from ep_moe.kernel_launch.kernel import Kernel, Tensors
+from ep_moe.kernel_launch.kernel import Kernel, Numbers, Tensors
 from ep_moe.kernels.exchange.combine_send import Results
 from ep_moe.quant import Quantized, QuantScheme, as_bytes, get_scheme
 from ep_moe.routing import Routing
@@ -21,7 +21,7 @@ from ep_moe.transport.one_sided.dispatch_launcher import DispatchLauncher
 from ep_moe.transport.one_sided.round_plan import distinct_sizes
 
 _MOST_COMPILERS = 8  # threads
-_Call = tuple[Kernel, Tensors, tuple[int, ...]]
+_Call = tuple[Kernel, Tensors, Numbers]
 
 
 def warm_up(kinds: tuple[RoundKind, ...], dispatches: DispatchLauncher, combines: CombineLauncher) -> None:
