@@ -222,6 +222,7 @@ class Buffer:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> Any:
+        check_torch_deterministic()  # else the library's counts may be filled behind its kernel
         _matrix(topk_idx, topk_idx_t, "topk_idx")
         require(num_experts % self.group_size == 0, "num_experts % num_ranks == 0")
         owner = torch.where(topk_idx >= 0, topk_idx // (num_experts // self.group_size), -1)

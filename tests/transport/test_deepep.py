@@ -6,6 +6,7 @@ Plain pytest runs every third check of the low-latency kernels on 2 ranks, and s
 
 import dataclasses
 import functools
+import importlib.util
 import sys
 import time
 import types
@@ -21,6 +22,7 @@ from helpers.lost import be_lost, record, recorded
 
 from ep_moe.config import GroupConfig, Layout, TransportConfig
 from ep_moe.group import EPGroup, PeerLostError
+from ep_moe.group.joining import num_gpu_ranks
 from ep_moe.launch import RankFailedError, launch
 from ep_moe.placement import Placement
 from ep_moe.quant import get_scheme
@@ -79,6 +81,30 @@ def test_carries_every_case(mode: str, num_ranks: int, every: int) -> None:
     config = GroupConfig(timeout_secs=60)
     found = launch(check_on_rank, mode, every, num_ranks=num_ranks, config=config, device="cpu")
     assert found == [expected] * num_ranks
+
+
+NUM_GPUS = num_gpu_ranks()
+
+
+def check_the_library(group: EPGroup, mode: str) -> dict[str, str]:
+    """All checks over the installed DeepEP."""
+    return check_transport(TRANSPORTS[f"deepep_{mode}"], group)
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs 2 GPUs, there are {NUM_GPUS}")
+@pytest.mark.timeout(900)  # kernels of packing and of quantization compile
+@pytest.mark.parametrize("mode", MODES)
+def test_the_library_carries_every_case(mode: str) -> None:
+    if importlib.util.find_spec(library.MODULE) is None:
+        pytest.skip(f"DeepEP is not installed; {library.SOURCES}")
+    missing = library.missing_parts(library._import(), mode)
+    if missing:
+        pytest.skip(f"the installed DeepEP lacks {', '.join(missing)}")
+    cases = {case.name: case for case in transport_cases(2)}
+    expected = {name: expected_outcome(cases.get(name)) for name in [*cases, *CHECKS]}
+    config = GroupConfig(timeout_secs=120)
+    assert launch(check_the_library, mode, num_ranks=2, config=config, device="cuda") == [expected] * 2
 
 
 def check_sample(group: EPGroup) -> list[str]:

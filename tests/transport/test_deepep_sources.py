@@ -125,7 +125,7 @@ def test_low_latency_limits_are_those_of_the_compiled_kernels(wheel: Path) -> No
     (compiled,) = wheel.glob("_C*.so")
     kernels = set(re.findall(rb"internode_ll7combineILb\dELi(\d+)ELi(\d+)E", compiled.read_bytes()))
     widths, most_topk = ({int(kernel[place]) for kernel in kernels} for place in (0, 1))
-    assert set(low_latency.WIDTHS) <= widths
+    assert {*low_latency.WIDTHS, low_latency.WIDTH_OF_2} <= widths
     assert set(fake_deepep.WIDTHS) == widths
     assert min(most_topk) >= low_latency.MOST_TOPK
 

@@ -77,6 +77,11 @@ class Library:
         """`Buffer` or `ElasticBuffer`."""
         return getattr(self.module, NEEDED[self.mode][0])
 
+    @property
+    def has_v2(self) -> bool:
+        """Whether it is a version that has `ElasticBuffer`, in whatever mode."""
+        return hasattr(self.module, NEEDED["v2"][0])
+
 
 def find_library(mode: str, max_tokens_per_rank: int) -> Library:
     """Import DeepEP and choose the mode.

@@ -30,18 +30,20 @@ from ep_moe.transport.deepep.library import Library
 from ep_moe.transport.deepep.payload import padded, read_words, words
 from ep_moe.transport.payload import RowFormat, round_up
 
-# widths for which DeepEP compiles its kernels (SWITCH_HIDDEN, csrc/kernels/launch.cuh)
-WIDTHS = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
-MOST_TOPK = 11  # of the kernels of 2.1; older builds hold 9 and say so themselves
+# widths for which DeepEP compiles its kernels (SWITCH_HIDDEN, csrc/kernels/launch.cuh): those of 1.2.1, and one more of
+# 2.1, the version that brought `ElasticBuffer`
+WIDTHS = (2048, 2560, 4096, 5120, 6144, 7168, 8192)
+WIDTH_OF_2 = 3072
+MOST_TOPK = 11  # of the kernels of 1.2.1 and 2.1; older builds hold 9 and say so themselves
 GROUP = 128  # elements that share a scale in DeepEP's cast
 
 
-def low_latency_width(hidden: int) -> int:
+def low_latency_width(hidden: int, has_v2: bool) -> int:
     """W for H. Errors: ValueError above the widest."""
-    wide = [width for width in WIDTHS if width >= hidden]
+    wide = [width for width in (*WIDTHS, *[WIDTH_OF_2] * has_v2) if width >= hidden]
     if not wide:
         raise ValueError(f"hidden ({hidden}) exceeds {WIDTHS[-1]}, the widest row of DeepEP's low-latency kernels")
-    return wide[0]
+    return min(wide)
 
 
 @dataclasses.dataclass(slots=True)
@@ -70,7 +72,7 @@ class LowLatency:
         self, library: Library, group: EPGroup, config: TransportConfig, num_local: int, *, cast: bool = False
     ) -> None:
         self.casts = cast
-        self.width = low_latency_width(config.hidden)
+        self.width = low_latency_width(config.hidden, library.has_v2)
         if config.num_sms:
             raise ValueError(f"num_sms ({config.num_sms}): DeepEP's low-latency kernels choose their SMs; use 0")
         self._num_local, self._rank, self._num_ranks = num_local, group.rank, group.num_ranks

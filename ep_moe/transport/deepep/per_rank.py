@@ -136,10 +136,10 @@ class Normal(PerRank):
 
     def send(self, outgoing: Outgoing) -> _Round:
         """See `Exchange.send`."""
-        per_rank, per_node, per_expert, in_rank, _ = self._buffer.get_dispatch_layout(
-            topk_idx=outgoing.topk_ids, num_experts=self._num_experts
-        )
         with without_fill():
+            per_rank, per_node, per_expert, in_rank, _ = self._buffer.get_dispatch_layout(
+                topk_idx=outgoing.topk_ids, num_experts=self._num_experts
+            )
             received, ids, weights, counts, handle, _ = self._buffer.dispatch(
                 x=pair(outgoing.format, outgoing.x, self._width),
                 num_tokens_per_rank=per_rank,
