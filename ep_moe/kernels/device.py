@@ -14,8 +14,6 @@ from triton.language.target_info import is_hip
 
 from ep_moe.kernels.numerics import INTERPRET
 
-WARP = tl.constexpr(32)  # threads
-SPREAD = tl.constexpr(8 * WARP)  # elements, at least one for each thread of a program of at most 8 warps
 FP8_CAPABILITY = (8, 9)  # conversions to and from e4m3, and products of it
 EARLY_LAUNCH_CAPABILITY = (9, 0)  # programmatic dependent launch
 _WARP_GROUP_MAJORS = (9, 10, 11)  # 12 has the instructions of 8.9 and those of TMA
@@ -51,6 +49,11 @@ class Device:
         )
 
     @property
+    def warp_size(self) -> int:
+        """Threads of a warp, 64 on AMD's GPUs for data centers."""
+        return 64 if self.hip else 32
+
+    @property
     def early_launch(self) -> bool:
         """Whether kernels may start before the kernel before them has ended, and wait for it by `wait_for_launch`."""
         return not self.hip and self.capability >= EARLY_LAUNCH_CAPABILITY
@@ -83,18 +86,42 @@ _INTERPRETER = Device(
 )
 
 
+@triton.constexpr_function
+def warp_size():
+    """`Device.warp_size` of the GPU that a kernel is compiled for."""
+    return 64 if not INTERPRET.value and is_hip() else 32  # the interpreter has no GPU to ask, which takes its time
+
+
+@triton.constexpr_function
+def spread():
+    """Elements, at least one for each thread of a program of at most 8 warps."""
+    return 8 * warp_size()
+
+
+@triton.constexpr_function
+def newest():
+    """The cache modifier of a volatile load, which AMD's compiler takes from the caches without one."""
+    return ".cv" if not INTERPRET.value and is_hip() else ""
+
+
 @triton.jit
-def _only_on_cuda():
-    """Refuse to compile: ranks wait for each other's stores by instructions that have never run on AMD GPUs."""
-    tl.static_assert(not is_hip(), "this kernel is for NVIDIA GPUs: on others ranks exchange by collectives")
+def _machine(CUDA: tl.constexpr, HIP: tl.constexpr):
+    """Run the GPU's own instructions, those of NVIDIA's or of AMD's, between the accesses around them."""
+    if is_hip():
+        tl.inline_asm_elementwise(HIP, "=v", [], dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        tl.inline_asm_elementwise(CUDA, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def clock():
-    """Nanoseconds of the GPU's timer; 0 under the interpreter."""
+    """Nanoseconds of the GPU's timer; 0 under the interpreter. AMD's counts 100 MHz."""
     if INTERPRET:
         return tl.full([], 0, tl.int64)
-    _only_on_cuda()
+    if is_hip():
+        return 10 * tl.inline_asm_elementwise(
+            "s_memrealtime $0\ns_waitcnt lgkmcnt(0)", "=s", [], dtype=tl.int64, is_pure=False, pack=1
+        )
     return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
 
 
@@ -102,21 +129,22 @@ def clock():
 def pause():
     """Yield the SM to other warps for a moment, between two polls."""
     if not INTERPRET:
-        _only_on_cuda()
-        tl.inline_asm_elementwise("nanosleep.u32 40; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+        _machine("nanosleep.u32 40; mov.u32 $0, 0;", "s_sleep 1\nv_mov_b32 $0, 0")
 
 
 @triton.jit
 def fence():
     """Order all earlier accesses of this program before its later ones, for every rank.
 
-    The barrier comes first, so that each thread's fence covers the stores of all threads.
+    The barrier comes first, so that each thread's fence covers the stores of all threads. AMD's writes the L2 cache
+    back, waits, and drops what the caches hold of other GPUs' memory (LLVM's memory model of gfx942).
     """
-    if not INTERPRET:
-        _only_on_cuda()
     tl.debug_barrier()
     if not INTERPRET:
-        tl.inline_asm_elementwise("fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+        _machine(
+            "fence.acq_rel.sys; mov.u32 $0, 0;",
+            "buffer_wbl2 sc0 sc1\ns_waitcnt vmcnt(0) lgkmcnt(0)\nbuffer_inv sc0 sc1\nv_mov_b32 $0, 0",
+        )
 
 
 @triton.jit

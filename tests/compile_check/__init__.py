@@ -4,8 +4,8 @@
 
 runs all cases for sm_90 and sm_100, prints a table and a line for each finding, and exits with 1 if there are any.
 `--target 89` runs them for another one, of 80, 86, 89 and 120, with its limits, and so with the tiles for it;
-`--target gfx942`, or gfx950, those for AMD's GPUs: all but stores into peers' memory and Gluon, by the rules case,
-spill, shared and tensor_core. It needs no GPU and a process without TRITON_INTERPRET. A case calls real launchers with
+`--target gfx942`, or gfx950, those for AMD's GPUs: all but Gluon, by the rules case, spill, shared, tensor_core,
+loaded_again and weak. It needs no GPU and a process without TRITON_INTERPRET. A case calls real launchers with
 tensors of real sizes, so that kernels are compiled with the alignments and options of real runs. The rules and their
 findings:
 
@@ -29,7 +29,8 @@ findings:
     loaded_again a volatile load that Triton has made several: it loads a tensor of fewer elements than threads once for
                  each layout that it is used in. A peer may write between them, and one may be compared, another used
     weak         a store by a function `publish`, which is for what others poll, that is not strong at system scope in
-                 the machine code: Triton has no scoped stores, and the exchange relies on what `.wt` becomes
+                 the machine code: Triton has no scoped stores, and the exchange relies on what `.wt` becomes.
+                 For AMD's GPUs a volatile load without `.cv`, which their compiler takes from caches
 
 --share 1/4 compiles every fourth case from the second on, as CI does with another one for each commit; of the others
 only the launchers run. A case may excuse a kernel from a rule, with a reason; an unused excuse is itself a finding.

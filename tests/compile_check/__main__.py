@@ -63,7 +63,7 @@ def check_target(arguments: argparse.Namespace, target: Target) -> dict[str, Any
     elsewhere = [name for name, targets in getattr(module, "TARGETS_OF", {}).items() if target not in targets]
     ordered = getattr(module, "RULES_OF_ORDER", {})
     if isinstance(target, str):
-        ordered = {}  # the rules are for PTX; the kernels that they are for are not compiled
+        ordered = {}  # the rules are for PTX
         cases = [dataclasses.replace(case, payload_width_bytes={}) for case in cases]  # of warps of 32 threads
     elif target < EARLY_LAUNCH:
         ordered = {

@@ -124,8 +124,6 @@ TARGETS_OF: dict[str, tuple[Target, ...]] = {
     "ep_moe.kernels.hopper": (90,),
     "ep_moe.kernels.device.let_dependents_start": (90,),  # of GEMMs in `hopper`
     "ep_moe.kernels.device.use": (90,),  # after its asynchronous tensor-core instructions
-    "ep_moe.kernels.exchange": CUDA_TARGETS,  # stores into peers' memory
-    "ep_moe.kernels.device": CUDA_TARGETS,
     "ep_moe.kernels.gemm.pairs": CUDA_TARGETS,
     "ep_moe.kernels.exchange.puts": (),
     "ep_moe.kernels.exchange.peers._outbox": (),
@@ -666,5 +664,4 @@ def _routing_cases() -> list[Case]:
 def cases() -> list[Case]:
     """All cases."""
     experts = [*_expert_cases(), *_hopper_cases(), *_listed_cases()]
-    stores = [dataclasses.replace(case, targets=CUDA_TARGETS) for case in exchange_cases()]
-    return [*experts, *_quantize_cases(), *_row_cases(), *_routing_cases(), *stores]
+    return [*experts, *_quantize_cases(), *_row_cases(), *_routing_cases(), *exchange_cases()]

@@ -142,6 +142,11 @@ def loaded_again(before: str, after: str) -> list[Place | None]:
     return [*(_volatile_loads(after) - _volatile_loads(before))]
 
 
+def from_caches(text: str) -> list[Place | None]:
+    """The places of volatile loads, in "ttir", that do not say ".cv"."""
+    return [*_volatile_loads("\n".join(line for line in text.splitlines() if "cacheModifier = cv" not in line))]
+
+
 def _volatile_loads(text: str) -> collections.Counter[Place | None]:
     named, found = _places(text), collections.Counter[Place | None]()
     for line in text.splitlines():

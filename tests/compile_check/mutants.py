@@ -46,16 +46,16 @@ MUTANTS = (
     Mutant(
         name="an agreement of two warps",
         module="device",
-        old="SPREAD = tl.constexpr(8 * WARP)",
-        new="SPREAD = tl.constexpr(2 * WARP)",
+        old="return 8 * warp_size()",
+        new="return 2 * warp_size()",
         found="agreement: 128 threads agree on 64 elements in is_off",
         beside=True,
     ),
     Mutant(
         name="aborts loaded plainly",
         module="waits",
-        old="mask=source < ranks.R, other=0, volatile=True)",
-        new="mask=source < ranks.R, other=0)",
+        old="mask=source < ranks.R, other=0, volatile=True",
+        new="mask=source < ranks.R, other=0, volatile=False",
         found="what changes meanwhile: a plain load in load_aborts",
         beside=True,
     ),
@@ -78,8 +78,8 @@ MUTANTS = (
     Mutant(
         name="a fence without a barrier",
         module="device",
-        old='    tl.debug_barrier()\n    if not INTERPRET:\n        tl.inline_asm_elementwise("fence',
-        new='    if not INTERPRET:\n        tl.inline_asm_elementwise("fence',
+        old="    tl.debug_barrier()\n    if not INTERPRET:\n        _machine(",
+        new="    if not INTERPRET:\n        _machine(",
         found="rows and their flag: the flag follows its rows without a barrier and then a fence",
     ),
     Mutant(

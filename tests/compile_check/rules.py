@@ -46,6 +46,9 @@ def check(kernel: str, compiled: Any, intermediate: ir.Ir, machine: sass.Sass) -
         if access.kind == "store" and access.place and look_up(*access.place).function == "publish"
         if "STRONG.SYS" not in access.opcode
     ]
+    if meta.target.backend == "hip" and "ttir" in compiled.asm:
+        places = ir.from_caches(compiled.asm["ttir"])
+        weak += [f"a volatile load may be of a cache: {_where(place)}" for place in places]
     findings += [Finding(rule="weak", kernel=kernel, text=text) for text in dict.fromkeys(weak)]
     if machine.overwritten:
         text = f"{machine.overwritten} instructions write registers that products in flight read"

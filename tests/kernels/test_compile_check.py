@@ -105,6 +105,11 @@ def test_right_kernels_pass(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert "1 compiled kernels, 0 findings" in capsys.readouterr().out
 
 
+def test_amds_compiler_may_read_polls_from_caches() -> None:
+    done = check(*FAULTY, "--only", "polls", "--target", "gfx942")
+    assert "FOUND gfx942 weak: _polling_kernel [polls]: a volatile load may be of a cache: " in done.stdout, done.stdout
+
+
 def test_refuses_to_compile_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert main([*FAULTY]) == 2

@@ -19,7 +19,7 @@ Letters: T tokens on this rank, K top-k, H hidden, R ranks, M max_tokens_per_ran
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.device import SPREAD, wait_for_launch
+from ep_moe.kernels.device import spread, wait_for_launch
 from ep_moe.kernels.exchange.combine_receive import ResultStrides, Summing, sum_rows
 from ep_moe.kernels.exchange.combine_send import return_rows
 from ep_moe.kernels.exchange.peers import Exchange, Peer, Piece, order_rows, put_word, region, stage
@@ -106,7 +106,7 @@ def _combine_kernel(
                 tl.store(own.waited_ptr + source, tl.zeros([RANKS], tl.int64), mask=source < R)
             alive = (over == 0).to(tl.int32)
             if alive > 0:
-                index = tl.arange(0, SPREAD)
+                index = tl.arange(0, spread())
                 headers_ptr = region(links.bases[ranks.RANK], links, COMBINE_HEADERS, tl.int64)
                 mask = (index < R) & is_active(active, index)
                 alive = wait_for_words(exchange, ranks, round_, COMBINE, headers_ptr + index, mask, index, leads)

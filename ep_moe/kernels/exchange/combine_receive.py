@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.device import SPREAD, clock, pause
+from ep_moe.kernels.device import clock, newest, pause, spread
 from ep_moe.kernels.exchange.peers import region
 from ep_moe.kernels.exchange.waits import LATE, OVER, TIMED_OUT, give_up, troubles
 from ep_moe.kernels.exchange.wire_layout import COMBINE, RETURNED
@@ -38,7 +38,7 @@ def _load_rows(returned_ptr, dest_rank_mask, rows_per_rank, token, column, insid
     for r in tl.static_range(R):
         row_ptr = returned_ptr + (r * rows_per_rank + token) * H
         sent = inside & (((dest_rank_mask >> r) & 1) > 0)
-        rows = rows + tl.tuple([tl.load(row_ptr + column, mask=sent, other=0, volatile=True)])
+        rows = rows + tl.tuple([tl.load(row_ptr + column, mask=sent, other=0, volatile=True, cache_modifier=newest())])
     return rows
 
 
@@ -59,7 +59,7 @@ def sum_rows(exchange, ranks: tl.constexpr, round_, results, summing, alive, str
     BITS: tl.constexpr = tl.uint32 if dtype.primitive_bitwidth == 32 else tl.uint16
     EMPTY: tl.constexpr = 0xFFFFFFFF if dtype.primitive_bitwidth == 32 else 0xFFFF
     returned_ptr = region(links.bases[ranks.RANK], links, RETURNED, BITS)
-    rank = tl.arange(0, SPREAD)
+    rank = tl.arange(0, spread())
     items = summing.num_tokens * BLOCKS
     dest_rank_mask = tl.load(own.dest_rank_mask_ptr + receiver // BLOCKS, mask=receiver < items, other=0)
     for i in range(receiver, items, receivers):
@@ -96,7 +96,9 @@ def sum_rows(exchange, ranks: tl.constexpr, round_, results, summing, alive, str
                 while found == LATE:
                     pause()
                     probe_ptr = returned_ptr + (rank * rows_per_rank + token) * H + last
-                    late = sent_by & (tl.load(probe_ptr, mask=sent_by, other=0, volatile=True) == EMPTY)
+                    late = sent_by & (
+                        tl.load(probe_ptr, mask=sent_by, other=0, volatile=True, cache_modifier=newest()) == EMPTY
+                    )
                     # an abort or timeout counts even if no last column is missing
                     what = troubles(exchange, ranks, round_, start, polls, rank % ranks.RANKS)
                     found = tl.max(tl.where(late, LATE, 0) | what, 0)

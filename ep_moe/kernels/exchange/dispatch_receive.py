@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.device import SPREAD, WARP, clock, pause
+from ep_moe.kernels.device import clock, newest, pause, spread, warp_size
 from ep_moe.kernels.exchange.batch_rows import copy_row, fill_unused, note_rows
 from ep_moe.kernels.exchange.headers import judge, place_experts
 from ep_moe.kernels.exchange.peers import region
@@ -106,11 +106,11 @@ def _take_ll(
     it is used in, and of several such loads only one is compared; but it never loads again what a `while` returns.
 
     Rule: a warp uses only copies that it has checked itself, or has read after all warps agreed. Warps beyond the size
-    of a short tensor hold copies of other warps' parts. Up to WARP elements every warp has all of them; above that
+    of a short tensor hold copies of other warps' parts. Up to a warp's size every warp has all of them; above that
     scales are spread over all threads, and entries are read again.
     """
     K: tl.constexpr = row.K
-    SPREAD_GROUPS: tl.constexpr = SPREAD if WARP < row.GROUPS and row.GROUPS < SPREAD else row.GROUPS
+    SPREAD_GROUPS: tl.constexpr = spread() if warp_size() < row.GROUPS and spread() > row.GROUPS else row.GROUPS
     column, group = tl.arange(0, row.COLUMNS), tl.arange(0, SPREAD_GROUPS)
     word = block * receiving.BLOCK_WORDS + tl.arange(0, receiving.BLOCK_WORDS)
     entries, weights = tl.zeros([row.COLUMNS], tl.int64), tl.zeros([row.COLUMNS], tl.int64)
@@ -118,16 +118,28 @@ def _take_ll(
     start, polls = clock(), tl.zeros([], tl.int64)
     waiting, here = tl.full([], LATE, tl.int32), tl.zeros([], tl.int32)
     while waiting > 0:
-        entries = tl.load(row_ptr + column, mask=column < K, other=0, volatile=True)
-        weights = tl.load(row_ptr + K + column, mask=column < K, other=0, volatile=True)
-        values = tl.load(row_ptr + ll_values(row.K) + word, mask=word < row.VALUE_WORDS, other=0, volatile=True)
+        entries = tl.load(row_ptr + column, mask=column < K, other=0, volatile=True, cache_modifier=newest())
+        weights = tl.load(row_ptr + K + column, mask=column < K, other=0, volatile=True, cache_modifier=newest())
+        values = tl.load(
+            row_ptr + ll_values(row.K) + word,
+            mask=word < row.VALUE_WORDS,
+            other=0,
+            volatile=True,
+            cache_modifier=newest(),
+        )
         # if no expert here needs the token, only its entry was sent
         needed = tl.max(tl.where(column < K, payload_of(entries), -1), 0) >= 0
         late = (column < K) & ((epoch_of(entries) != round_.epoch) | (epoch_of(weights) != round_.epoch))
         missing = tl.max(late.to(tl.int32), 0)  # as this warp sees it, for all have their own entries
         if row.G > 0:
             mask = (group < row.G) & (block == 0)
-            scales = tl.load(row_ptr + ll_scales(row.K, row.VALUE_WORDS) + group, mask=mask, other=0, volatile=True)
+            scales = tl.load(
+                row_ptr + ll_scales(row.K, row.VALUE_WORDS) + group,
+                mask=mask,
+                other=0,
+                volatile=True,
+                cache_modifier=newest(),
+            )
             missing += tl.max((needed & mask & (epoch_of(scales) != round_.epoch)).to(tl.int32), 0)
         late_values = needed & (word < row.VALUE_WORDS) & (epoch_of(values) != round_.epoch)
         waiting = agree(late_values | (missing > 0), trouble(exchange, ranks, round_, start, polls))
@@ -140,9 +152,9 @@ def _take_ll(
         elif waiting > 0:
             pause()
     if here > 0:
-        if row.COLUMNS > WARP:
-            entries = tl.load(row_ptr + column, mask=column < K, other=0, volatile=True)
-            weights = tl.load(row_ptr + K + column, mask=column < K, other=0, volatile=True)
+        if warp_size() < row.COLUMNS:
+            entries = tl.load(row_ptr + column, mask=column < K, other=0, volatile=True, cache_modifier=newest())
+            weights = tl.load(row_ptr + K + column, mask=column < K, other=0, volatile=True, cache_modifier=newest())
         entry = tl.where(column < K, payload_of(entries), -1)
         weight = payload_of(weights).to(tl.float32, bitcast=True)
         mask = (column >= 0) & (block == 0)
@@ -244,7 +256,7 @@ def receive(exchange, ranks: tl.constexpr, round_, batch, receiver, row: tl.cons
     RANKS: tl.constexpr = ranks.RANKS
     SPAN: tl.constexpr = receiving.HEADER_SPAN
     BLOCKS: tl.constexpr = (row.VALUE_WORDS + receiving.BLOCK_WORDS - 1) // receiving.BLOCK_WORDS
-    SPREAD_HEADERS: tl.constexpr = SPREAD if RANKS * SPAN < SPREAD else RANKS * SPAN
+    SPREAD_HEADERS: tl.constexpr = spread() if spread() > RANKS * SPAN else RANKS * SPAN
     leads = receiver.index == 0
     source = tl.arange(0, RANKS)
     is_source = (source < R) & is_active(round_.active, source)
@@ -264,7 +276,7 @@ def receive(exchange, ranks: tl.constexpr, round_, batch, receiver, row: tl.cons
     writes = leads & (arrived > 0)
     first_rows = place_experts(exchange, ranks, headers_ptr, receiver, writes, round_.active, receiving.BATCHED)
     status_ptrs = headers_ptr + source * header_stride(ranks.L) + STATUS
-    statuses = payload_of(tl.load(status_ptrs, mask=source < R, other=0, volatile=True))
+    statuses = payload_of(tl.load(status_ptrs, mask=source < R, other=0, volatile=True, cache_modifier=newest()))
     if arrived > 0:
         verdict, suspect, value = judge(headers_ptr, round_, is_source, ranks)
     tokens = tl.where(is_source & (verdict == FINE), value_of(statuses), 0)

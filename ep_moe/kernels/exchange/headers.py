@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ep_moe.kernels.device import newest
 from ep_moe.kernels.exchange.peers import Peer, Piece, put_word, stage
 from ep_moe.kernels.exchange.round_state import MISMATCH, OTHER_LAYER, OWN_TOKENS, SENT, is_active, pick
 from ep_moe.kernels.exchange.wire_layout import (
@@ -135,10 +136,10 @@ def judge(headers_ptr, round_, is_source, ranks: tl.constexpr):
     RANKS: tl.constexpr = ranks.RANKS
     source = tl.arange(0, RANKS)
     header_ptr, known = headers_ptr + source * header_stride(ranks.L), source < ranks.R
-    statuses = payload_of(tl.load(header_ptr + STATUS, mask=known, other=0, volatile=True))
-    formats = payload_of(tl.load(header_ptr + FORMAT, mask=known, other=0, volatile=True))
-    layers = payload_of(tl.load(header_ptr + LAYER, mask=known, other=0, volatile=True))
-    others = payload_of(tl.load(header_ptr + SETTINGS, mask=known, other=0, volatile=True))
+    statuses = payload_of(tl.load(header_ptr + STATUS, mask=known, other=0, volatile=True, cache_modifier=newest()))
+    formats = payload_of(tl.load(header_ptr + FORMAT, mask=known, other=0, volatile=True, cache_modifier=newest()))
+    layers = payload_of(tl.load(header_ptr + LAYER, mask=known, other=0, volatile=True, cache_modifier=newest()))
+    others = payload_of(tl.load(header_ptr + SETTINGS, mask=known, other=0, volatile=True, cache_modifier=newest()))
     code = tl.where(is_source, code_of(statuses), FINE)
     compared = is_source & (code == FINE)
     odd = compared & (formats != round_.fingerprint)
@@ -165,7 +166,9 @@ def place_experts(exchange, ranks: tl.constexpr, headers_ptr, receiver, writes, 
     source, expert = tl.arange(0, ranks.RANKS), tl.arange(0, EXPERTS)
     inside = ((source < ranks.R) & is_active(active, source))[:, None] & (expert < num_experts)[None, :]
     count_ptrs = headers_ptr + source[:, None] * header_stride(ranks.L) + HEADER_WORDS + expert[None, :]
-    count = tl.where(inside, payload_of(tl.load(count_ptrs, mask=inside, other=0, volatile=True)), 0)
+    count = tl.where(
+        inside, payload_of(tl.load(count_ptrs, mask=inside, other=0, volatile=True, cache_modifier=newest())), 0
+    )
     total = tl.sum(count, 0)
     if BATCHED:
         row_start = expert * receiver.height

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.device import SPREAD, fence
+from ep_moe.kernels.device import fence, newest, spread
 from ep_moe.kernels.exchange.peers import publish
 from ep_moe.kernels.exchange.waits import aborted, load_aborts
 from ep_moe.kernels.exchange.wire_layout import make_word
@@ -112,8 +112,8 @@ def begin_combine(exchange, ranks: tl.constexpr, epoch, active, SEND: tl.constex
     and 1.
     """
     UNIT: tl.constexpr = (1 if SEND else 0) + (RECEIVED_ONCE // SENT_ONCE if RECEIVE else 0)
-    own, everywhere = exchange.own, tl.arange(0, SPREAD) * 0
-    runs = tl.load(own.state_ptr + RUNS + everywhere, volatile=True)
+    own, everywhere = exchange.own, tl.arange(0, spread()) * 0
+    runs = tl.load(own.state_ptr + RUNS + everywhere, volatile=True, cache_modifier=newest())
     if SEND:
         complete = (runs & (2 * SENT_ONCE - 1)) >= SENT_ONCE
     else:
@@ -139,7 +139,7 @@ def report(own, number, verdict, source, value, own_value):
 
     Release at system scope: the host reads `news_ptr` first, then the word, then the numbers.
     """
-    unread = tl.load(own.report_ptr + tl.arange(0, SPREAD) * 0, volatile=True)
+    unread = tl.load(own.report_ptr + tl.arange(0, spread()) * 0, volatile=True, cache_modifier=newest())
     if tl.max((unread != 0).to(tl.int32), 0) == 0:  # the same in all warps, which meet in the fence
         tl.store(own.report_ptr + 1, value.to(tl.int64))
         tl.store(own.report_ptr + 2, own_value.to(tl.int64))

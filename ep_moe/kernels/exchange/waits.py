@@ -18,7 +18,7 @@ Letters: R ranks.
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.device import SPREAD, clock, pause
+from ep_moe.kernels.device import clock, newest, pause, spread
 from ep_moe.kernels.exchange.peers import publish, put_abort
 from ep_moe.kernels.exchange.wire_layout import epoch_of, make_abort, payload_of
 from ep_moe.kernels.numerics import INTERPRET
@@ -51,7 +51,9 @@ def load_aborts(exchange, ranks: tl.constexpr, active, source):
 
     The load does not wait for `active`, which the first one of a launch would cost half a microsecond.
     """
-    words = tl.load(exchange.links.abort_ptr + source, mask=source < ranks.R, other=0, volatile=True)
+    words = tl.load(
+        exchange.links.abort_ptr + source, mask=source < ranks.R, other=0, volatile=True, cache_modifier=newest()
+    )
     return tl.where(((active >> source) & 1) > 0, words, 0)
 
 
@@ -65,8 +67,8 @@ def troubles(exchange, ranks: tl.constexpr, round_, start, polls, source):
     """
     links = exchange.links
     aborts = load_aborts(exchange, ranks, round_.active, source)
-    urgent = tl.load(links.urgent_ptr, mask=(polls & SELDOM) == SELDOM, other=0, volatile=True)
-    own = tl.load(links.abort_ptr + ranks.RANK, mask=urgent != 0, other=0, volatile=True)
+    urgent = tl.load(links.urgent_ptr, mask=(polls & SELDOM) == SELDOM, other=0, volatile=True, cache_modifier=newest())
+    own = tl.load(links.abort_ptr + ranks.RANK, mask=urgent != 0, other=0, volatile=True, cache_modifier=newest())
     publish(links.abort_ptr + ranks.RANK, urgent, (urgent != 0) & (own == 0))
     return tl.where(aborts != 0, OVER, tl.where(timed_out(start, polls, round_.timeout_ns), TIMED_OUT, 0))
 
@@ -88,8 +90,8 @@ def agree(late, what):
 
 @triton.jit
 def aborted(exchange, ranks: tl.constexpr, active):
-    """For each of SPREAD elements whether an abort word is set, int32; all warps have read all words together."""
-    return (load_aborts(exchange, ranks, active, tl.arange(0, SPREAD) % ranks.RANKS) != 0).to(tl.int32)
+    """For each of `spread()` elements whether an abort word is set, int32; all warps have read all words together."""
+    return (load_aborts(exchange, ranks, active, tl.arange(0, spread()) % ranks.RANKS) != 0).to(tl.int32)
 
 
 @triton.jit
@@ -98,7 +100,7 @@ def wait_for_words(
     ranks: tl.constexpr,
     round_,
     phase,
-    word_ptrs,  # [N >= SPREAD] pointers to int64
+    word_ptrs,  # [N >= spread()] pointers to int64
     mask,  # [N], which of them are waited for
     sources,  # [N] int32, the rank that writes each
     measure,  # whether to write to `waited_ptr` how long the words of each rank took
@@ -111,7 +113,7 @@ def wait_for_words(
     waiting = tl.full([], LATE, tl.int32)
     here = tl.zeros([], tl.int32)
     while waiting > 0:
-        word = tl.load(word_ptrs, mask=mask, other=0, volatile=True)
+        word = tl.load(word_ptrs, mask=mask, other=0, volatile=True, cache_modifier=newest())
         late = mask & (epoch_of(word) != round_.epoch)
         waiting = agree(late, trouble(exchange, ranks, round_, start, polls))
         here = (waiting == 0).to(tl.int32)
@@ -136,7 +138,7 @@ def wait_for_flag(exchange, ranks: tl.constexpr, round_, phase, flag_ptr, source
     """
     start, polls = clock(), tl.zeros([], tl.int64)
     waiting, payload = tl.full([], LATE, tl.int32), tl.zeros([], tl.int32)
-    ranks_spread = tl.arange(0, SPREAD) % ranks.RANKS
+    ranks_spread = tl.arange(0, spread()) % ranks.RANKS
     while waiting > 0:
         word = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
         payload = tl.where(epoch_of(word) != round_.epoch, -1, payload_of(word))

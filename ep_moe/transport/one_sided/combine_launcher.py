@@ -10,6 +10,7 @@ import triton
 
 from ep_moe.config import ALIGNMENT, Layout
 from ep_moe.kernel_launch.kernel import Kernel
+from ep_moe.kernels.device import Device
 from ep_moe.kernels.exchange.combine import _combine_kernel
 from ep_moe.kernels.exchange.combine_send import Combining, Results
 from ep_moe.tensors import aligned
@@ -94,9 +95,10 @@ class CombineLauncher:
             context = self._context
             config, num_ranks = context.config, context.ranks.R
             programs = context.tuning.combine(plan.spec.num_tokens, num_ranks)
-            held = held_words(num_ranks, config.dtype.itemsize, programs.num_warps)
+            num_threads = programs.num_warps * Device.of(context.device).warp_size
+            held = held_words(num_ranks, config.dtype.itemsize, num_threads)
             sent_bytes = SENT_BYTES * (2 if programs.num_warps > 4 else 1)
-            sent = held_words(1, config.dtype.itemsize, programs.num_warps, held_bytes=sent_bytes)
+            sent = held_words(1, config.dtype.itemsize, num_threads, held_bytes=sent_bytes)
             columns, single = triton.next_power_of_2(plan.spec.num_topk), plan.spec.layout is Layout.FLAT or poisoned
             senders, receivers = programs.of(send=send, receive=receive)
             combining = Combining(
@@ -104,7 +106,7 @@ class CombineLauncher:
                 K=plan.spec.num_topk,
                 COLUMNS=columns,
                 SENT_BLOCK=block_words(config.hidden, min(programs.sent_block, sent)),
-                SUMMED_BLOCK=awaited_words(config.hidden, min(programs.summed_block, held), programs.num_warps),
+                SUMMED_BLOCK=awaited_words(config.hidden, min(programs.summed_block, held), num_threads),
                 ROWS_IN_FLIGHT=1 if single else min(programs.rows_in_flight, columns),
                 UNIT=ALIGNMENT,
                 SUMMED=plan.spec.layout is Layout.FLAT,

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 import triton
 
-from ep_moe.kernels.device import WARP, Device
+from ep_moe.kernels.device import Device
 from ep_moe.transport.slots import Slot
 
 REGISTERS = 128  # per thread: four programs of 4 warps share an SM; with fewer, kernels spill
+AMD_REGISTERS = 256  # the most of a thread: no option bounds them
 WIDE_REGISTERS = 232  # of a program of 8 warps, which uses most of an SM
 NCCL_SMS = 32  # that NCCL's kernels may take: each of their programs, of up to 640 threads, takes a whole SM
 _WARPS = 4
@@ -41,8 +42,9 @@ class Occupancy:
 
         Their few KB of shared memory do not limit that.
         """
-        of_a_warp = -(-REGISTERS * WARP.value // _REGISTER_UNIT) * _REGISTER_UNIT
-        return min(self.device.registers // (_WARPS * of_a_warp), self.device.threads // (_WARPS * WARP.value))
+        threads, most = self.device.warp_size, AMD_REGISTERS if self.device.hip else REGISTERS
+        of_a_warp = -(-most * threads // _REGISTER_UNIT) * _REGISTER_UNIT
+        return min(self.device.registers // (_WARPS * of_a_warp), self.device.threads // (_WARPS * threads))
 
     @property
     def places(self) -> int:

@@ -16,6 +16,7 @@ import triton
 from ep_moe.config import ALIGNMENT, Layout, TransportConfig
 from ep_moe.kernel_launch.allocation import allocator
 from ep_moe.kernel_launch.kernel import Kernel
+from ep_moe.kernels.device import Device
 from ep_moe.kernels.exchange.dispatch_receive import Receiving
 from ep_moe.kernels.exchange.dispatch_send import Sending
 from ep_moe.kernels.exchange.round_state import Halves
@@ -68,7 +69,9 @@ class KernelContext:
 
     def options(self, num_warps: int) -> dict[str, Any]:
         """Options of the compiler."""
-        options: dict[str, Any] = {"num_warps": num_warps, "maxnreg": WIDE_REGISTERS if num_warps > 4 else REGISTERS}
+        options: dict[str, Any] = {"num_warps": num_warps}
+        if not Device.of(self.device).hip:
+            options["maxnreg"] = WIDE_REGISTERS if num_warps > 4 else REGISTERS
         if self.memory.libraries:
             options["extern_libs"] = self.memory.libraries
         return {**options, "launch_pdl": True} if self.early else options
@@ -240,6 +243,7 @@ class RoundPlans:
         frame = self._frame(spec)
         lead = 0 if layout is Layout.BATCHED else 1  # leading dimensions of the frame that the batch lacks
         row_units = (config.hidden if fused_quant else row.VALUE_WORDS) // sending.UNIT
+        num_threads = programs.num_warps * Device.of(self._device).warp_size
         announcers = min(triton.cdiv(num_physical, sending.EXPERT_BLOCK), programs.announcers)
         return RoundPlan(
             spec=spec,
@@ -256,7 +260,7 @@ class RoundPlans:
             row=row,
             sending=sending,
             receiving=Receiving(
-                BLOCK_WORDS=awaited_words(row.VALUE_WORDS, programs.taken_block, programs.num_warps),
+                BLOCK_WORDS=awaited_words(row.VALUE_WORDS, programs.taken_block, num_threads),
                 HEADER_SPAN=triton.next_power_of_2(header_stride(self._ranks.L)),
                 TOKENS=programs.taken_tokens,
                 BATCHED=layout is Layout.BATCHED,

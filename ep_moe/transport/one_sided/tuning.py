@@ -7,7 +7,6 @@ import dataclasses
 
 import triton
 
-from ep_moe.kernels.device import WARP
 from ep_moe.kernels.numerics import INTERPRET
 
 WORD_TOKENS = 64  # up to this T a rank sends rows as LL words: twice the bytes, but no fence
@@ -146,14 +145,14 @@ def block_words(row_words: int, most: int = MANY) -> int:
     return min(triton.next_power_of_2(row_words), most)
 
 
-def awaited_words(row_words: int, most: int, num_warps: int) -> int:
-    """`block_words` for a program that polls them: at least one per thread.
+def awaited_words(row_words: int, most: int, num_threads: int) -> int:
+    """`block_words` for a program of `num_threads` that polls them: at least one per thread.
 
     With fewer, several warps would poll the same word and could disagree on whether it has arrived.
     """
-    return max(block_words(row_words, most), WARP.value * num_warps)
+    return max(block_words(row_words, most), num_threads)
 
 
-def held_words(num_ranks: int, itemsize: int, num_warps: int, *, held_bytes: int = _HELD_BYTES) -> int:
+def held_words(num_ranks: int, itemsize: int, num_threads: int, *, held_bytes: int = _HELD_BYTES) -> int:
     """Columns that a program may load from each rank's row before it accumulates: registers must hold them all."""
-    return max(held_bytes * WARP.value * num_warps // (itemsize * triton.next_power_of_2(num_ranks)), 1)
+    return max(held_bytes * num_threads // (itemsize * triton.next_power_of_2(num_ranks)), 1)

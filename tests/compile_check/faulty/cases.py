@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from triton.runtime.jit import JITFunction
 
-from compile_check.case import Case
+from compile_check.case import Case, Target
 from compile_check.faulty import kernels
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -28,13 +28,16 @@ def _empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
+POLLS = (90, "gfx942")
+
+
 def _case(
     name: str,
     kernel: JITFunction,
     *args: Any,
     excuses: Any = (),
     payload_width_bytes: Any = (),
-    targets: tuple[int, ...] | None = (90,),
+    targets: tuple[Target, ...] | None = (90,),
     **options: Any,
 ) -> Case:
     """By default of one target: instructions of products are other ones on the second, and all else is the same."""
@@ -101,7 +104,7 @@ def cases() -> list[Case]:
         _case("spill", kernels._spilling_kernel, _empty(8192, dtype=torch.float32), BLOCK=8192, maxnreg=32),
         _case("strided", kernels._strided_load_kernel, x, x, 1, BLOCK=2048),
         _case("right polls", kernels._polling_kernel, x.view(torch.int32), x.view(torch.int32), BEHIND=True),
-        _case("polls", kernels._polling_kernel, x.view(torch.int32), x.view(torch.int32), BEHIND=False),
+        _case("polls", kernels._polling_kernel, x.view(torch.int32), x.view(torch.int32), BEHIND=False, targets=POLLS),
         _case("right words", kernels._publishing_kernel, x.view(torch.int64), cache_modifier=".wt"),
         _case("weak words", kernels._publishing_kernel, x.view(torch.int64), cache_modifier=".cg"),
         _case("error", kernels._not_compiling_kernel, x),
