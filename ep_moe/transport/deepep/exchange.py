@@ -88,8 +88,8 @@ def check_common(dtype: torch.dtype, group: EPGroup) -> None:
 def without_fill() -> Iterator[None]:
     """Turn off torch's filling of new memory, which `torch.use_deterministic_algorithms` brings.
 
-    DeepEP allocates while this stream is current and writes from its own, which does not wait for a fill: the fill comes
-    last. V2 asserts that it is off; V1's layout of a dispatch then holds 2^31 - 1 tokens.
+    DeepEP allocates on this stream and writes on its own, which does not wait for a fill, so that the fill may be last:
+    V2 asserts that it is off, and V1's layout of a dispatch held 2^31 - 1 tokens.
     """
     settings: Any = torch.utils.deterministic
     filling = settings.fill_uninitialized_memory
