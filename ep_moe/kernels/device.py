@@ -106,7 +106,7 @@ def newest():
 
 @triton.jit
 def _machine(CUDA: tl.constexpr, HIP: tl.constexpr):
-    """Run the GPU's own instructions, those of NVIDIA's or of AMD's, between the accesses around them."""
+    """Run instructions of NVIDIA's GPUs, or of AMD's, in the order of the accesses around them."""
     if is_hip():
         tl.inline_asm_elementwise(HIP, "=v", [], dtype=tl.int32, is_pure=False, pack=1)
     else:

@@ -39,6 +39,7 @@ from ep_moe.testing.rounds import compute_experts
 from ep_moe.testing.transports import CHECKS
 from ep_moe.transport import TRANSPORTS, create_transport
 from ep_moe.transport.deepep import DeepEPTransport, library
+from ep_moe.transport.deepep.low_latency import low_latency_width
 
 MODES = ("low_latency", "normal", "v2")
 SERVED = {mode: (2, 4) if mode == "normal" else (1, 2, 3, 4) for mode in MODES}
@@ -205,6 +206,11 @@ def test_errors_name_the_limit_before_anything_is_sent() -> None:
             assert message == f"ValueError: num_topk (33) exceeds {most}, the most of DeepEP's {mode} kernels"
         assert cast == "ValueError: cast: DeepEP casts in mode 'low_latency' alone, the mode is 'v2'"
         assert num_calls == 0
+
+
+def test_low_latency_rows_are_as_wide_as_kernels_of_the_version() -> None:
+    widths = [low_latency_width(hidden, has_v2) for hidden in (16, 2880, 8192) for has_v2 in (False, True)]
+    assert widths == [2048, 2048, 4096, 3072, 8192, 8192]
 
 
 def meet_unserved(group: EPGroup) -> str:
