@@ -15,6 +15,7 @@ import torch
 from ep_moe.config import Layout
 from ep_moe.layout import reference
 from ep_moe.layout.base import Batched, Compact, ExpertBatch, Flat, Packed, TokenRows
+from ep_moe.layout.frame import Place
 from ep_moe.quant import Quantized, QuantScheme
 
 
@@ -53,6 +54,7 @@ def pack(
     capacity: int,
     alignment: int = 1,
     max_rows: int | None = None,
+    place: Place | None = None,
 ) -> Packed:
     """Copy received rows into a layout for the experts.
 
@@ -65,6 +67,8 @@ def pack(
         num_local_experts: L. capacity: C, rows of an expert in BATCHED. alignment: of starts in COMPACT.
         max_rows: upper bound of the ids in `local_topk_ids` that are not -1; N * min(K, L) by default. It determines
             the size of COMPACT and FLAT batches, so that no count is read back.
+        place: on a GPU, what fills ids and weights of `rows` and counts the rows of experts, in one launch; by default
+            they are filled, and two launches count.
     Returns: the batch and `token_to_row`.
     Errors: ValueError if an expert has more than C rows in BATCHED, on a GPU already if N, or `rows.max_expert_rows`,
     exceeds C; on a CPU also if there are more than `max_rows` rows, or of an expert more than `rows.max_expert_rows`. A
@@ -72,7 +76,8 @@ def pack(
     Local, on the current stream; no host sync on a GPU.
     """
     sizes = {"num_local_experts": num_local_experts, "capacity": capacity, "alignment": alignment, "max_rows": max_rows}
-    return _implementation(rows.x).pack(rows, layout, scheme=scheme, dtype=dtype, **sizes)
+    options: dict[str, Any] = {} if place is None else {"place": place}
+    return _implementation(rows.x).pack(rows, layout, scheme=scheme, dtype=dtype, **options, **sizes)
 
 
 def pack_routed(
@@ -135,6 +140,7 @@ __all__ = [
     "ExpertBatch",
     "Flat",
     "Packed",
+    "Place",
     "TokenRows",
     "merge_repeats",
     "pack",

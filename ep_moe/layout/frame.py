@@ -6,7 +6,8 @@ expert in BATCHED.
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -66,6 +67,17 @@ class Frame:
                 **common,
             )
         return Packed(batch=batch, token_to_row=token_to_row, topk_weights=rows.topk_weights)
+
+
+class Counts(NamedTuple):
+    """Where rows go, except for their order within a block of tokens."""
+
+    before: torch.Tensor  # [blocks, L] int32, rows of each expert in earlier blocks
+    expert_num_tokens: torch.Tensor  # [L] int32
+    expert_row_start: torch.Tensor  # [L] int32
+
+
+Place = Callable[[Frame, Counts], None]  # fills the counts, and ids and weights of the rows that are packed
 
 
 def make_frame(

@@ -29,7 +29,7 @@ from ep_moe.kernels.rows.permute import (
     _weighted_sum_kernel,
 )
 from ep_moe.layout.base import Packed, TokenRows
-from ep_moe.layout.frame import Frame, make_frame
+from ep_moe.layout.frame import Counts, Frame, Place, make_frame
 from ep_moe.quant import QuantScheme, as_bytes
 
 _LAST_ID = torch.iinfo(torch.int32).max
@@ -44,15 +44,6 @@ UNIT_WORDS = 4  # 32-bit words in one 16-byte access
 _COPIED_WORDS = 2048  # the most words that one program copies
 _SUMMED_BY_THREAD = 8  # columns: one 16-byte access in the narrower dtypes
 _MOST_LAUNCHES = 512  # of each kind that are kept, some for each N
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Places:
-    """Where rows go, except for their order within a block of tokens."""
-
-    expert_row_start: torch.Tensor  # [L] int32
-    expert_num_tokens: torch.Tensor  # [L] int32
-    before: torch.Tensor  # [blocks, L] int32, rows of each expert in earlier blocks
 
 
 def merge_repeats(
@@ -113,24 +104,22 @@ def _placement(frame: Frame) -> tuple[int, int, Layout]:
     return frame.height, frame.alignment, frame.layout
 
 
-def _count_rows(ids: torch.Tensor, frame: Frame) -> _Places:
+def _new_counts(ids: torch.Tensor, experts: int) -> Counts:
+    """Counts of ids [N, K], to be filled."""
+    (num_tokens, num_topk), like = ids.shape, {"dtype": torch.int32, "device": ids.device}
+    before = torch.empty(triton.cdiv(num_tokens, block_tokens(num_topk)), experts, **like)
+    counts, starts = torch.empty(2, -(-experts // UNIT_WORDS) * UNIT_WORDS, **like)
+    return Counts(before, counts[:experts], starts[:experts])
+
+
+def _count_rows(ids: torch.Tensor, frame: Frame, counts: Counts) -> None:
     """Count the rows of every expert, in total and in the blocks of tokens before each block. Two launches."""
-    (num_tokens, num_topk), experts, device = ids.shape, frame.num_local_experts, ids.device
-    blocks = triton.cdiv(num_tokens, block_tokens(num_topk))
-    before = torch.empty(blocks, experts, dtype=torch.int32, device=device)
-    starts_and_counts = torch.empty(2, -(-experts // UNIT_WORDS) * UNIT_WORDS, dtype=torch.int32, device=device)
-    places = _Places(
-        expert_row_start=starts_and_counts[0, :experts],
-        expert_num_tokens=starts_and_counts[1, :experts],
-        before=before,
-    )
-    if experts == 0:
-        return places
-    count, add = _count_launches(ids.shape, experts, _placement(frame), _SUMMED_COUNTS, device)
-    if blocks:
-        count((ids, before))
-    add((before, places.expert_num_tokens, places.expert_row_start))
-    return places
+    if frame.num_local_experts == 0:
+        return
+    count, add = _count_launches(ids.shape, frame.num_local_experts, _placement(frame), _SUMMED_COUNTS, ids.device)
+    if len(counts.before):
+        count((ids, counts.before))
+    add(counts)
 
 
 @functools.lru_cache(maxsize=_MOST_LAUNCHES)
@@ -166,6 +155,12 @@ def _count_launches(
     return count, add
 
 
+def is_one_launch(ids_shape: torch.Size) -> bool:
+    """Whether one program merges and counts ids [N, K]: up to `_MOST_BLOCKS` blocks of tokens."""
+    num_tokens, num_topk = ids_shape
+    return num_tokens <= _MOST_BLOCKS * block_tokens(num_topk)
+
+
 class PlaceShape(NamedTuple):
     """What determines the launch that merges and counts tokens of a few blocks.
 
@@ -186,12 +181,11 @@ class PlaceShape(NamedTuple):
         cls, ids_shape: torch.Size, own: tuple[int, int], strides: tuple[int, int], frame: Frame
     ) -> "PlaceShape | None":
         """The shape of a launch for ids [N, K]; None if they are too many for one program."""
-        num_tokens, num_topk = ids_shape
-        if num_tokens > _MOST_BLOCKS * block_tokens(num_topk):
+        if not is_one_launch(ids_shape):
             return None
         batched = frame.layout is Layout.BATCHED
         own_experts = frame.num_local_experts
-        return cls(num_tokens, num_topk, own_experts, own, strides, frame.height, frame.alignment, batched)
+        return cls(*ids_shape, own_experts, own, strides, frame.height, frame.alignment, batched)
 
     @property
     def settings(self) -> tuple[int, ...]:
@@ -264,9 +258,17 @@ def copy_block(row_words: int) -> tuple[int, int]:
     return words, min(words // (32 * UNIT_WORDS), 4)
 
 
-def pack(rows: TokenRows, layout: Layout, *, scheme: QuantScheme, dtype: torch.dtype, **sizes: Any) -> Packed:
-    """`ep_moe.layout.pack`, whose other arguments are `sizes`, in three launches; rows that are no whole words are
-    copied before and after.
+def pack(
+    rows: TokenRows,
+    layout: Layout,
+    *,
+    scheme: QuantScheme,
+    dtype: torch.dtype,
+    place: Place | None = None,
+    **sizes: Any,
+) -> Packed:
+    """`ep_moe.layout.pack`, whose other arguments are `sizes`, in three launches, two with `place`; rows that are no
+    whole words are copied before and after.
 
     Errors: ValueError in BATCHED if an expert may have more than C rows, whichever it is: `rows.max_expert_rows`, or N
     if there is no such bound, can be checked without a host sync. Local, on the current stream, no host sync.
@@ -279,18 +281,22 @@ def pack(rows: TokenRows, layout: Layout, *, scheme: QuantScheme, dtype: torch.d
     if width * size % 4 and (layout is not Layout.FLAT or not rows.x.is_contiguous()):
         wide = rows.x.new_empty(num_tokens, width + (-width * size % 4) // size)
         wide[:, :width] = rows.x
-        packed = pack(dataclasses.replace(rows, x=wide), layout, scheme=scheme, dtype=dtype, **sizes)
+        packed = pack(dataclasses.replace(rows, x=wide), layout, scheme=scheme, dtype=dtype, place=place, **sizes)
         x = packed.batch.x[..., :width].contiguous()
         return dataclasses.replace(packed, batch=dataclasses.replace(packed.batch, x=x))
     frame = make_frame(rows, layout, **sizes)
     ids = rows.local_topk_ids.contiguous()
-    places = _count_rows(ids, frame)
+    counts = _new_counts(ids, frame.num_local_experts)
+    if place is None:
+        _count_rows(ids, frame, counts)
+    else:
+        place(frame, counts)
     token_to_row = torch.empty(num_tokens, num_topk, dtype=torch.int32, device=ids.device)
-    _copy_rows(rows, ids, frame, places, token_to_row)
-    return frame.finish(rows, scheme, dtype, places.expert_row_start, places.expert_num_tokens, token_to_row)
+    _copy_rows(rows, ids, frame, counts, token_to_row)
+    return frame.finish(rows, scheme, dtype, counts.expert_row_start, counts.expert_num_tokens, token_to_row)
 
 
-def _copy_rows(rows: TokenRows, ids: torch.Tensor, frame: Frame, places: _Places, token_to_row: torch.Tensor) -> None:
+def _copy_rows(rows: TokenRows, ids: torch.Tensor, frame: Frame, counts: Counts, token_to_row: torch.Tensor) -> None:
     """Fill the frame and `token_to_row`. One launch."""
     num_tokens, num_topk = ids.shape
     if num_tokens == 0:
@@ -301,7 +307,7 @@ def _copy_rows(rows: TokenRows, ids: torch.Tensor, frame: Frame, places: _Places
     shape = CopyShape.of(rows if x is None else dataclasses.replace(rows, x=x), frame, copied=copy)
     copy_launch(shape, None if scale is None else scale.dtype, ids.device)(
         (
-            Places(ids, places.before, places.expert_row_start),
+            Places(ids, counts.before, counts.expert_row_start),
             x,
             scale,
             token_to_row,

@@ -13,7 +13,7 @@ import torch
 
 from ep_moe.config import Layout, TransportConfig
 from ep_moe.group import EPGroup
-from ep_moe.layout import Flat, Packed, TokenRows, pack, weighted_sum
+from ep_moe.layout import Flat, Packed, Place, TokenRows, pack, weighted_sum
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, QuantScheme, quantize
 from ep_moe.routing import Routing
@@ -152,8 +152,10 @@ class HostSyncTransport(Transport, Generic[State]):
         """Raise ValueError for bad input. Local."""
         check_dispatch(arguments, self.config, self.rank, self.device)
 
-    def _pack(self, rows: TokenRows, sizes: RoundSizes, max_rows: int | None = None) -> Packed:
-        """Pack rows of this rank's experts into the batch of a round; `max_rows` as of `ep_moe.layout.pack`. Local."""
+    def _pack(
+        self, rows: TokenRows, sizes: RoundSizes, max_rows: int | None = None, place: Place | None = None
+    ) -> Packed:
+        """Pack rows of this rank's experts into the batch of a round; the last two as of `layout.pack`. Local."""
         return pack(
             rows,
             sizes.layout,
@@ -163,6 +165,7 @@ class HostSyncTransport(Transport, Generic[State]):
             capacity=self.num_ranks * sizes.most,
             alignment=self.config.row_alignment,
             max_rows=max_rows,
+            place=place,
         )
 
     def _compare(self, headers: Sequence[Header], round_: int, row_format: object) -> None:

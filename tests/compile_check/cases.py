@@ -40,7 +40,7 @@ from ep_moe.routing import Routing
 from ep_moe.routing.base import Options
 from ep_moe.routing.positions import PositionTable
 from ep_moe.routing.triton import route, to_physical
-from ep_moe.transport.collective.launchers import plan_send, read_messages, write_rows
+from ep_moe.transport.collective.launchers import plan_send, read_messages, write_message, write_rows
 from ep_moe.transport.collective.messages import head_rows, header_of, new_kept
 from ep_moe.transport.headers import HEADER_WORDS
 from ep_moe.transport.layer_tag import LayerTag
@@ -400,17 +400,25 @@ def _rows(
         if in_graph:
             head = head_rows(row_format)
             messages = empty(ranks, head + num_tokens, row_format.row_bytes, dtype=torch.uint8)
-            plan_send(
-                routing.topk_ids,
-                owner,
-                fingerprint=1,
-                layer=LayerTag().words,
-                header=header_of(messages[0]),
-                num_tokens=empty(1, dtype=torch.int32),
-            )
-            own = {"rank": 1, "head": head, "token_to_row": token_to_row[:, :1], "owner": owner}
+            options = {"fingerprint": 1, "layer": LayerTag().words, "num_physical": ranks * experts}
+            write_message(tokens, routing, messages[0], head=head, num_tokens=empty(1, dtype=torch.int32), **options)
             kept, nan_row = new_kept(ranks, torch.device("cpu")), empty(hidden, dtype=dtype)
-            read_messages(messages, row_format, kept=kept, nan_row=nan_row, **own)
+            for tokens_of_rank in (num_tokens, 16):
+                columns = empty(tokens_of_rank, ranks + 1, dtype=torch.int32)
+                own = {"rank": 1, "head": head, "own": (experts, 2 * experts), "columns": columns, "owner": owner}
+                gathered = messages[:, : head + tokens_of_rank].contiguous()
+                ids, weights, place = read_messages(gathered, row_format, kept=kept, nan_row=nan_row, **own)
+                values, scale, _ = row_format.read(gathered.view(-1, row_format.row_bytes))
+                pack(
+                    TokenRows(x=values, scale=scale, local_topk_ids=ids, topk_weights=weights),
+                    layout,
+                    scheme=scheme,
+                    dtype=dtype,
+                    num_local_experts=experts,
+                    capacity=ranks * (head + tokens_of_rank),
+                    alignment=16,
+                    place=place,
+                )
         values, scale, received = row_format.read(buffer)
         ids, weights = merge_repeats(received.topk_ids, received.topk_weights, first=experts, last=2 * experts)
         packed = pack(

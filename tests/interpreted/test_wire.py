@@ -1,9 +1,14 @@
 """Destinations, headers and the rows that are sent: kernel against torch, bit for bit."""
 
+from typing import Any
+
 import pytest
 import torch
 from helpers.sampling import thinned
 
+from ep_moe.config import Layout
+from ep_moe.layout import TokenRows, reference
+from ep_moe.layout import triton as layout_launchers
 from ep_moe.quant import Quantized, get_scheme
 from ep_moe.routing import Routing
 from ep_moe.testing import assert_same_bits, poisoned_memory
@@ -138,59 +143,92 @@ def test_rows(
 @pytest.mark.parametrize(
     ("hidden", "topk", "most", "counts"), [(16, 3, 40, (40, 0, 7)), (144, 1, 5, (2,)), (16, 9, 3, (3, 1))]
 )
-def test_messages(hidden: int, topk: int, most: int, counts: tuple[int, ...], fault: str) -> None:
+def test_messages(
+    hidden: int, topk: int, most: int, counts: tuple[int, ...], fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Messages of all ranks, of which the last is at fault, as rank 0 reads them, twice: the first headers are kept."""
     num_ranks, num_physical, random = len(counts), 11, generator(f"{hidden} {fault}")
     row_format = RowFormat.of(get_scheme("none"), torch.float32, hidden, topk)
     owner = torch.arange(num_physical, dtype=torch.int32) % num_ranks
-    head, sent = messages.head_rows(row_format), []
+    head, num_rows = messages.head_rows(row_format), [min(count + 1, most) for count in counts]
     with poisoned_memory():
         everyone = torch.empty(num_ranks, head + most, row_format.row_bytes, dtype=torch.uint8)
-    for source, count in enumerate(counts):
-        at_fault, rows = source == num_ranks - 1, min(count + 1, most)
+        launched = torch.empty(num_ranks, head + most, row_format.row_bytes, dtype=torch.uint8, device=DEVICE)
+    for source, (count, rows) in enumerate(zip(counts, num_rows, strict=True)):
+        at_fault = source == num_ranks - 1
         ids = make_ids(rows, topk, num_physical, torch.int64, "holes")
         if fault == "ids" and at_fault:
-            ids[0, 0] = num_physical
+            ids[0, 0], ids[-1, -1] = num_physical, -3  # the last row is a token only if there are `most`
         options = {
-            "fingerprint": 7 + (fault == "fingerprint" and at_fault),
-            "layer": (3, fault == "layer" and at_fault),
+            "fingerprint": FINGERPRINT + (fault == "fingerprint" and at_fault),
+            "layer": (LAYER[0], LAYER[1] + (fault == "layer" and at_fault)),
+            "num_physical": num_physical,
         }
         live = torch.tensor([-1 if fault == "num_tokens" and at_fault else count], dtype=torch.int32)
-        with poisoned_memory():
-            on_device = torch.empty(1, HEADER_WORDS, dtype=torch.int64, device=DEVICE)
-            to_all = torch.zeros_like(owner)
-            plan = send_plan.plan_send(
-                ids, to_all, header=messages.header_of(everyone[source]), num_tokens=live, **options
-            )
-            launched = launchers.plan_send(
-                ids.to(DEVICE), to_all.to(DEVICE), header=on_device, num_tokens=live.to(DEVICE), **options
-            )
-        assert_same_bits(on_device.cpu(), messages.header_of(everyone[source]), "header")
-        assert_same_bits(launched.token_to_row().cpu(), plan.token_to_row(), "token_to_row")
         x, weights = torch.rand(rows, hidden, generator=random), torch.rand(rows, topk, generator=random)
         routing = Routing(topk_ids=ids, topk_weights=weights)
-        sent.append(send_plan.write_rows(row_format, x, routing, plan, everyone[source, head:]))
-    own: dict[str, torch.Tensor] = {"token_to_row": sent[0], "owner": owner}
+        messages.write_message(row_format, x, routing, everyone[source], num_tokens=live, **options)
+        launchers.write_message(
+            x.to(DEVICE),
+            Routing(topk_ids=ids.to(DEVICE), topk_weights=weights.to(DEVICE)),
+            launched[source],
+            num_tokens=live.to(DEVICE),
+            head=head,
+            **options,
+        )
+        for mine, wanted in ((launched[source].cpu(), everyone[source]),):
+            assert_same_bits(messages.header_of(mine), messages.header_of(wanted), "header")
+            found, expected = (row_format.read(message[head:]) for message in (mine, wanted))
+            assert_same_bits(found[0], expected[0], "values")
+            assert_same_bits(found[2].topk_ids, expected[2].topk_ids, "ids")
+            assert_same_bits(found[2].topk_weights, expected[2].topk_weights, "weights")
+    own = 1, 10  # the experts of this rank
     kept, found_kept = (messages.new_kept(num_ranks, torch.device(device)) for device in ("cpu", DEVICE))
-    for _ in range(2):
+    for in_one_launch in (True, False):
         nans = torch.zeros(hidden, dtype=torch.bfloat16), torch.zeros(hidden, dtype=torch.bfloat16, device=DEVICE)
-        expected = messages.read_messages(everyone, row_format, rank=0, head=head, kept=kept, nan_row=nans[0], **own)
         with poisoned_memory():
-            found = launchers.read_messages(
-                everyone.to(DEVICE),
-                row_format,
-                rank=0,
-                head=head,
-                kept=found_kept,
-                nan_row=nans[1],
-                **{name: tensor.to(DEVICE) for name, tensor in own.items()},
-            )
-        for name, mine, wanted in zip(("ids", "columns"), found, expected, strict=True):
+            columns = torch.empty(num_rows[0], num_ranks + 1, dtype=torch.int32)
+            found_columns = torch.empty(num_rows[0], num_ranks + 1, dtype=torch.int32, device=DEVICE)
+        call: dict[str, Any] = {"rank": 0, "head": head, "own": own}
+        wanted_ids, wanted_weights, nothing = messages.read_messages(
+            everyone, row_format, columns=columns, owner=owner, kept=kept, nan_row=nans[0], **call
+        )
+        assert nothing is None
+        call |= {"columns": found_columns, "owner": owner.to(DEVICE), "kept": found_kept, "nan_row": nans[1]}
+        if not in_one_launch:
+            monkeypatch.setattr(layout_launchers, "_MOST_BLOCKS", 0)
+        with poisoned_memory():
+            ids, weights, place = launchers.read_messages(launched, row_format, **call)
+            assert (place is not None) == in_one_launch
+            rows_of_all = row_format.read(launched.view(-1, row_format.row_bytes))
+            packed = [
+                pack(
+                    TokenRows(x=x, scale=None, local_topk_ids=i, topk_weights=w),
+                    Layout.COMPACT,
+                    scheme=get_scheme("none"),
+                    dtype=torch.float32,
+                    num_local_experts=own[1] - own[0],
+                    capacity=num_ranks * (head + most),
+                    **more,
+                )
+                for pack, x, i, w, more in (
+                    (layout_launchers.pack, rows_of_all[0], ids, weights, {"place": place}),
+                    (reference.pack, rows_of_all[0].cpu(), wanted_ids, wanted_weights, {"max_rows": None}),
+                )
+            ]
+        for name, mine, wanted in (
+            ("ids", ids, wanted_ids),
+            ("weights", weights, wanted_weights),
+            ("columns", found_columns, columns),
+            ("rows", *(one.token_to_row for one in packed)),
+            ("counts", *(one.batch.expert_num_tokens for one in packed)),
+        ):
             assert_same_bits(mine.cpu(), wanted, name)
         bad = fault in ("ids", "num_tokens") or (fault != "" and num_ranks > 1)
-        assert bool(expected[1][:, -1].ge(0).all()) == bad
-        assert bool((expected[0] >= 0).any()) == (not bad)
+        assert bool(columns[:, -1].ge(0).all()) == bad
+        assert bool((wanted_ids >= 0).any()) == (not bad)
         assert [bool(row.isnan().all()) for row in nans] == [bool(row.isnan().any()) for row in nans] == [bad, bad]
         assert_same_bits(found_kept.cpu()[:-1], kept[:-1], "kept headers")
         assert bool(found_kept[-1, 0]) == bool(kept[-1, 0]) == bad
-        messages.header_of(everyone[0])[0, 5] += 1  # which only a kept header shows
+        for messages_of_all in (everyone, launched):
+            messages.header_of(messages_of_all[0])[0, 5] += 1  # which only a kept header shows

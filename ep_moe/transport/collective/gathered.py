@@ -13,11 +13,17 @@ from typing import Any, NoReturn
 import torch
 
 from ep_moe.group.collectives import begin_all_gather
-from ep_moe.layout import Packed, TokenRows, merge_repeats
+from ep_moe.layout import Packed, TokenRows
 from ep_moe.transport.base import Dispatched
 from ep_moe.transport.checks import check_results
-from ep_moe.transport.collective.messages import head_rows, header_of, new_kept, read_messages, take_kept
-from ep_moe.transport.collective.send_plan import plan_send, write_rows
+from ep_moe.transport.collective.messages import (
+    head_rows,
+    header_of,
+    new_kept,
+    read_messages,
+    take_kept,
+    write_message,
+)
 from ep_moe.transport.collective.transport import CollectiveRound, CollectiveTransport
 from ep_moe.transport.headers import HEADER_WORDS, Header, swap_headers
 from ep_moe.transport.host_sync import Tokens
@@ -50,7 +56,6 @@ class GatheredTransport(CollectiveTransport):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._to_all = torch.zeros_like(self._owner)  # the group is a single receiver
         self._kept = new_kept(self.num_ranks, self.device)
         self._captured = False  # whether a round was
 
@@ -70,12 +75,14 @@ class GatheredTransport(CollectiveTransport):
         sums = torch.empty(self.num_ranks * height, self.config.hidden, **like)
         results = torch.empty(self.num_ranks * height + 1, self.config.hidden, **like)
         x, mine = tokens.quantized(), messages[-1]
-        plan = plan_send(
-            ids,
-            self._to_all,
+        write_message(
+            row_format,
+            x,
+            tokens.routing,
+            mine,
             fingerprint=row_format.fingerprint(sizes.most),
             layer=tokens.layer.words,
-            header=header_of(mine),
+            num_physical=self.placement.num_physical,
             num_tokens=tokens.num_tokens,
         )
         round_ = self._count_round()
@@ -85,13 +92,11 @@ class GatheredTransport(CollectiveTransport):
             headers = torch.empty(2, self.num_ranks, HEADER_WORDS, dtype=torch.int64, device=device)
             headers[0] = header_of(mine)
             self._judge(swap_headers(self._group, headers, round_)[1], round_, row_format)
-        with self._reporting():
-            token_to_row = write_rows(row_format, x, tokens.routing, plan, mine[head:])
         return GatheredRound(
             round=round_,
             sizes=sizes,
             row_format=row_format,
-            token_to_row=token_to_row,
+            token_to_row=ids.new_empty(len(ids), self.num_ranks + 1, dtype=torch.int32),  # once messages are read
             head=head,
             num_tokens=tokens.num_tokens,
             captured=captured,
@@ -115,19 +120,18 @@ class GatheredTransport(CollectiveTransport):
         assert isinstance(state, GatheredRound)
         self._wait(state, "dispatch")
         received, row_format = state.buffers[1], state.row_format
-        values, scale, routing = row_format.read(received.view(-1, received.shape[-1]))
-        ids, state.token_to_row = read_messages(
+        values, scale, _ = row_format.read(received.view(-1, received.shape[-1]))
+        ids, weights, place = read_messages(
             received,
             row_format,
             rank=self.rank,
             head=state.head,
-            token_to_row=state.token_to_row,
+            columns=state.token_to_row,
             owner=self._owner,
+            own=(self.placement.starts[self.rank], self.placement.starts[self.rank + 1]),
             kept=self._kept,
             nan_row=state.results[-1],
         )
-        first, last = self.placement.starts[self.rank], self.placement.starts[self.rank + 1]
-        ids, weights = merge_repeats(ids, routing.topk_weights, first=first, last=last)
         rows = TokenRows(
             x=values,
             scale=scale,
@@ -135,7 +139,7 @@ class GatheredTransport(CollectiveTransport):
             topk_weights=weights,
             max_expert_rows=self.num_ranks * state.sizes.most,  # a header is no row of an expert
         )
-        packed = self._pack(rows, state.sizes)
+        packed = self._pack(rows, state.sizes, place=place)
         state.work, state.buffers = None, ()
         return packed
 

@@ -11,18 +11,24 @@ import torch
 import triton
 
 from ep_moe.kernel_launch.kernel import constants_of
-from ep_moe.kernels.rows.permute import ScaleGroups, Words
+from ep_moe.kernels.rows.permute import Placed, ScaleGroups, Words
 from ep_moe.kernels.rows.wire import (
     Destinations,
-    Messages,
+    Lists,
+    Message,
+    MessageShape,
+    ReadMessages,
     SentTokens,
     WireRow,
     _find_destinations_kernel,
     _read_messages_kernel,
     _write_header_kernel,
+    _write_message_kernel,
     _write_rows_kernel,
 )
-from ep_moe.layout.triton import UNIT_WORDS, as_words, copy_block, row_unit
+from ep_moe.layout import Place, merge_repeats
+from ep_moe.layout.frame import Counts, Frame
+from ep_moe.layout.triton import UNIT_WORDS, PlaceShape, as_words, copy_block, is_one_launch, row_unit
 from ep_moe.quant import Quantized, as_bytes
 from ep_moe.routing import Routing
 from ep_moe.transport.headers import HEADER_WORDS
@@ -42,7 +48,6 @@ def plan_send(
     fingerprint: int,
     layer: tuple[int, int],
     header: torch.Tensor,
-    num_tokens: torch.Tensor | None = None,
 ) -> SendPlan:
     """`ep_moe.transport.collective.send_plan.plan_send` in two launches. Local, on the current stream, no host sync."""
     if topk_ids.stride(1) != 1:
@@ -64,7 +69,6 @@ def plan_send(
                 owner,
                 plan.place,
                 counts,
-                num_tokens,
                 num_rows,
                 owner.shape[0],
                 topk_ids.stride(0),
@@ -79,7 +83,6 @@ def plan_send(
             counts,
             plan.block_start,
             header,
-            num_tokens,
             blocks,
             num_rows,
             fingerprint,
@@ -93,16 +96,16 @@ def plan_send(
     return plan
 
 
+def _dense(routing: Routing) -> list[torch.Tensor]:
+    """Ids and weights, whose columns are next to each other."""
+    return [t if t.stride(1) == 1 else t.contiguous() for t in (routing.topk_ids, routing.topk_weights)]
+
+
 def write_rows(x: torch.Tensor | Quantized, routing: Routing, plan: SendPlan, *, buffer: torch.Tensor) -> torch.Tensor:
     """`ep_moe.transport.collective.send_plan.write_rows` in one launch. Local, on the current stream, no host sync."""
     values, scale = (x.values, as_bytes(x.scale)) if isinstance(x, Quantized) else (x, None)
-    words, unit, ids, weights = as_words(values), row_unit(values), routing.topk_ids, routing.topk_weights
-    if ids.stride(1) != 1:
-        ids = ids.contiguous()
-    if weights.stride(1) != 1:
-        weights = weights.contiguous()
-    (num_tokens, num_ranks), num_topk = plan.place.shape, ids.shape[1]
-    groups = 0 if scale is None else scale.shape[1]
+    words, unit, (ids, weights) = as_words(values), row_unit(values), _dense(routing)
+    num_tokens, num_ranks = plan.place.shape
     token_to_row = torch.empty_like(plan.place)
     if num_tokens == 0:
         return token_to_row
@@ -120,12 +123,10 @@ def write_rows(x: torch.Tensor | Quantized, routing: Routing, plan: SendPlan, *,
             ids.stride(0),
             weights.stride(0),
             **_write_constants(
-                num_ranks,
-                plan.block_tokens,
+                (num_ranks, plan.block_tokens),
                 Words(words.shape[1], unit, copied),
-                groups,
-                0 if scale is None else scale.element_size(),
-                (buffer.shape[1] // _UNIT_BYTES, num_topk),
+                (0, 0) if scale is None else (scale.shape[1], scale.element_size()),
+                (buffer.shape[1] // _UNIT_BYTES, ids.shape[1]),
             ),
             num_warps=num_warps,
             enable_fp_fusion=False,
@@ -133,19 +134,70 @@ def write_rows(x: torch.Tensor | Quantized, routing: Routing, plan: SendPlan, *,
     return token_to_row
 
 
-@functools.lru_cache(maxsize=_MOST_CONSTANTS)
-def _write_constants(
-    num_ranks: int, block_tokens: int, words: Words, groups: int, scale_bytes: int, row: tuple[int, int]
-) -> dict[str, Any]:
-    """Those of `_write_rows_kernel` for scales of so many bytes; `row` is its 16-byte units and K."""
-    (units, num_topk), scale_words = row, triton.cdiv(groups * scale_bytes, WORD_BYTES)
-    constants = {
-        "TO": Destinations(R=num_ranks, RANKS=triton.next_power_of_2(num_ranks), TOKENS=block_tokens),
+def write_message(
+    x: torch.Tensor | Quantized,
+    routing: Routing,
+    message: torch.Tensor,
+    *,
+    fingerprint: int,
+    layer: tuple[int, int],
+    num_physical: int,
+    head: int,
+    num_tokens: torch.Tensor | None,
+) -> None:
+    """`ep_moe.transport.collective.messages.write_message` in one launch. Local, on the current stream, no host
+    sync."""
+    values, scale = (x.values, as_bytes(x.scale)) if isinstance(x, Quantized) else (x, None)
+    words, unit, (ids, weights) = as_words(values), row_unit(values), _dense(routing)
+    copied, num_warps = copy_block(words.shape[1])
+    scales = message if scale is None else message.view(scale.dtype)
+    with torch.cuda.device_of(words):
+        _write_message_kernel[(words.shape[0] + 1, triton.cdiv(words.shape[1], copied))](
+            SentTokens(words, words if scale is None else scale, ids, weights),
+            Message(message.view(torch.int32), scales, message.view(torch.int64), num_tokens),
+            words.shape[0],
+            num_physical,
+            fingerprint,
+            *layer,
+            words.stride(0) // unit,
+            *((0, 0) if scale is None else scale.stride()),
+            ids.stride(0),
+            weights.stride(0),
+            **_message_constants(
+                head,
+                Words(words.shape[1], unit, copied),
+                (0, 0) if scale is None else (scale.shape[1], scale.element_size()),
+                (message.shape[1] // _UNIT_BYTES, ids.shape[1]),
+            ),
+            num_warps=num_warps,
+            enable_fp_fusion=False,
+        )
+
+
+def _row_constants(words: Words, scales: tuple[int, int], row: tuple[int, int]) -> dict[str, Any]:
+    """How a row of `row` = (16-byte units, K) is written; `scales` is how many a token has, and their bytes."""
+    (groups, scale_bytes), (units, num_topk) = scales, row
+    scale_words = triton.cdiv(groups * scale_bytes, WORD_BYTES)
+    return {
         "WORDS": words,
         "SCALES": ScaleGroups(G=groups, GROUPS=triton.next_power_of_2(max(groups, 1))),
         "ROW": WireRow(units, words.ROW + scale_words, num_topk, triton.next_power_of_2(num_topk)),
     }
-    return constants_of(_write_rows_kernel, constants)
+
+
+@functools.lru_cache(maxsize=_MOST_CONSTANTS)
+def _write_constants(
+    to: tuple[int, int], words: Words, scales: tuple[int, int], row: tuple[int, int]
+) -> dict[str, Any]:
+    """Those of `_write_rows_kernel` for `to` = (ranks, tokens of a block); see `_row_constants`."""
+    destinations = Destinations(R=to[0], RANKS=triton.next_power_of_2(to[0]), TOKENS=to[1])
+    return constants_of(_write_rows_kernel, {"TO": destinations, **_row_constants(words, scales, row)})
+
+
+@functools.lru_cache(maxsize=_MOST_CONSTANTS)
+def _message_constants(head: int, words: Words, scales: tuple[int, int], row: tuple[int, int]) -> dict[str, Any]:
+    """Those of `_write_message_kernel`; see `_row_constants`."""
+    return constants_of(_write_message_kernel, {"HEAD": head, **_row_constants(words, scales, row)})
 
 
 def read_messages(
@@ -154,47 +206,71 @@ def read_messages(
     *,
     rank: int,
     head: int,
-    token_to_row: torch.Tensor,
+    columns: torch.Tensor,
     owner: torch.Tensor,
+    own: tuple[int, int],
     kept: torch.Tensor,
     nan_row: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ep_moe.transport.collective.messages.read_messages` in one launch. Local, on the current stream, no host
-    sync."""
-    (num_ranks, height, row_bytes), num_tokens = messages.shape, token_to_row.shape[0]
-    num_topk, rows, device = row_format.num_topk, num_ranks * height, messages.device
-    ids = torch.empty(rows, num_topk, dtype=torch.int32, device=device)
-    columns = torch.empty(num_tokens, num_ranks + 1, dtype=torch.int32, device=device)
-    with torch.cuda.device_of(messages):
-        _read_messages_kernel[(triton.cdiv(rows, _READ_ROWS),)](
-            messages.view(torch.int32),
-            messages.view(torch.int64),
-            token_to_row,
-            owner,
-            kept,
-            ids,
-            columns,
-            nan_row,
-            height - head,
-            num_tokens,
-            owner.shape[0],
-            **_read_constants(rank, num_ranks, head, row_format.ids_at, row_bytes, num_topk, len(nan_row)),
-            enable_fp_fusion=False,
-        )
-    return ids, columns
+) -> tuple[torch.Tensor, torch.Tensor, Place | None]:
+    """`ep_moe.transport.collective.messages.read_messages` in two launches, or as a part of packing a few rows: then
+    ids, weights and columns are written by what it returns. Local, on the current stream, no host sync."""
+    (num_ranks, height, row_bytes), num_topk = messages.shape, row_format.num_topk
+    shape = torch.Size((num_ranks * height, num_topk))
+    ids = torch.empty(shape, dtype=torch.int32, device=messages.device)
+    weights = row_format.read(messages.view(shape[0], row_bytes))[2].topk_weights
+    read = ReadMessages(messages.view(torch.int32), messages.view(torch.int64), owner, kept, ids, columns, nan_row)
+
+    def launch(programs: int, placed: Placed, settings: tuple[int, ...], lists: PlaceShape | None) -> None:
+        with torch.cuda.device_of(messages):
+            _read_messages_kernel[(programs,)](
+                read,
+                placed,
+                height - head,
+                len(columns),
+                owner.shape[0],
+                *settings,
+                **_read_constants(
+                    (rank, num_ranks, head, row_format.ids_at), (row_bytes, num_topk, len(nan_row)), lists
+                ),
+                enable_fp_fusion=False,
+            )
+
+    if not is_one_launch(shape):
+        launch(triton.cdiv(shape[0], _READ_ROWS), Placed(*[None] * len(Placed._fields)), (0,) * 5, None)
+        return *merge_repeats(ids, weights, first=own[0], last=own[1]), None
+    local_ids = torch.empty_like(ids)
+    local_weights = torch.empty(shape, dtype=torch.float32, device=messages.device)
+
+    def place(frame: Frame, counts: Counts) -> None:
+        placed = Placed(ids, weights, local_ids, local_weights, *counts)
+        lists = PlaceShape.of(shape, own, (num_topk, weights.stride(0)), frame)
+        assert lists is not None
+        launch(1, placed, (*own, weights.stride(0), frame.height, frame.alignment), lists)
+
+    return local_ids, local_weights, place
 
 
 @functools.lru_cache(maxsize=_MOST_CONSTANTS)
 def _read_constants(
-    rank: int, num_ranks: int, head: int, ids_at: int, row_bytes: int, num_topk: int, hidden: int
+    of: tuple[int, int, int, int], row: tuple[int, int, int], lists: PlaceShape | None
 ) -> dict[str, Any]:
-    """Those of `_read_messages_kernel` for rows of so many bytes, whose ids are at byte `ids_at`."""
-    columns = triton.next_power_of_2(num_topk)
+    """Those of `_read_messages_kernel` by (rank, ranks, head, the byte of a row's ids), (bytes of a row, K, H) and the
+    lists that it makes."""
+    (rank, num_ranks, head, ids_at), (row_bytes, num_topk, hidden) = of, row
+    counted = {} if lists is None else lists.constants
+    shape = MessageShape(
+        OWN=rank,
+        R=num_ranks,
+        RANKS=triton.next_power_of_2(num_ranks + 1),
+        HEAD=head,
+        WORDS=HEADER_WORDS,
+        HIDDEN=hidden,
+        ROWS_AT_ONCE=_READ_ROWS,
+    )
     constants = {
-        "FROM": Messages(OWN=rank, R=num_ranks, RANKS=triton.next_power_of_2(num_ranks + 1), HEAD=head),
-        "ROW": WireRow(row_bytes // _UNIT_BYTES, ids_at // WORD_BYTES, num_topk, columns),
-        "WORDS": HEADER_WORDS,
-        "HIDDEN": hidden,
-        "ROWS_AT_ONCE": _READ_ROWS,
+        "FROM": shape,
+        "ROW": WireRow(row_bytes // _UNIT_BYTES, ids_at // WORD_BYTES, num_topk, triton.next_power_of_2(num_topk)),
+        "IDS": counted.pop("IDS", None),
+        "LISTS": Lists(**counted) if counted else None,
     }
     return constants_of(_read_messages_kernel, constants)

@@ -3,7 +3,7 @@
 Letters: T tokens on this rank, N rows, K top-k, H hidden, R ranks, P physical experts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -26,28 +26,19 @@ def plan_send(
     fingerprint: int,
     layer: tuple[int, int],
     header: torch.Tensor,
-    num_tokens: torch.Tensor | None = None,
 ) -> SendPlan:
     """Find the ranks that need each token, and write the header. Ids that no rank owns are counted, never sent.
 
     Args:
         topk_ids: [T, K] int32 or int64, physical. owner: [P] int32, the rank of each expert.
         fingerprint: of the row format. layer: `LayerTag.words`. header: [R, HEADER_WORDS] int64, written here.
-        num_tokens: [1] int32, how many of the T rows are tokens, by default all; the header is a refusal if it is
-            outside [0, T].
     Local, on the current stream, no host sync.
     """
     if topk_ids.is_cuda:  # Triton is imported only here: it exists only on Linux and is slow to import
         from ep_moe.transport.collective import launchers
 
-        return launchers.plan_send(
-            topk_ids, owner, fingerprint=fingerprint, layer=layer, header=header, num_tokens=num_tokens
-        )
+        return launchers.plan_send(topk_ids, owner, fingerprint=fingerprint, layer=layer, header=header)
     (num_rows, num_topk), num_ranks, num_physical = topk_ids.shape, header.shape[0], owner.shape[0]
-    count = num_rows
-    if num_tokens is not None:
-        count = int(num_tokens)
-        topk_ids = topk_ids.masked_fill((torch.arange(num_rows, device="cpu") >= count)[:, None], -1)
     valid = (topk_ids >= 0) & (topk_ids < num_physical)
     pairs = torch.zeros(num_rows, num_ranks, dtype=torch.int32, device="cpu")
     for column in range(num_topk):
@@ -60,8 +51,7 @@ def plan_send(
     bad_ids, bad_id = find_bad_ids(topk_ids, num_physical)
     words = Header(
         rows=counts,
-        num_tokens=count,
-        refused=int(not 0 <= count <= num_rows),
+        num_tokens=num_rows,
         bad_ids=bad_ids,
         fingerprint=fingerprint,
         pairs=pairs.sum(0),
@@ -92,13 +82,21 @@ def write_rows(
         from ep_moe.transport.collective import launchers
 
         return launchers.write_rows(x, routing, plan, buffer=buffer)
-    token_to_row, ids_at = plan.token_to_row(), row_format.ids_at
+    token_to_row = plan.token_to_row()
     token, rank = torch.nonzero(token_to_row >= 0, as_tuple=True)
+    row = token_to_row[token, rank].long()
+    for place, part in parts_of_rows(row_format, x, routing):
+        buffer[row, place : place + part.shape[1]] = part[token]
+    return token_to_row
+
+
+def parts_of_rows(
+    row_format: RowFormat, x: torch.Tensor | Quantized, routing: Routing
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """The parts of all tokens' rows: the byte of a row at which one begins, and [T, its bytes] uint8. Local."""
+    ids_at = row_format.ids_at
     parts = {0: x.values, row_format.scales_at: as_bytes(x.scale)} if isinstance(x, Quantized) else {0: x}
     parts |= {ids_at: routing.topk_ids.int(), ids_at + WORD_BYTES * row_format.num_topk: routing.topk_weights}
-    row = token_to_row[token, rank].long()
     for place, part in parts.items():
         # cloned: a single column may count as contiguous although torch cannot view it as bytes
-        whole = part.clone(memory_format=torch.contiguous_format).view(torch.uint8)
-        buffer[row, place : place + whole.shape[1]] = whole[token]
-    return token_to_row
+        yield place, part.clone(memory_format=torch.contiguous_format).view(torch.uint8)
