@@ -106,7 +106,8 @@ def _placement(frame: Frame) -> tuple[int, int, Layout]:
 
 def _new_counts(ids: torch.Tensor, experts: int) -> Counts:
     """Counts of ids [N, K], to be filled."""
-    (num_tokens, num_topk), like = ids.shape, {"dtype": torch.int32, "device": ids.device}
+    num_tokens, num_topk = ids.shape
+    like: dict[str, Any] = {"dtype": torch.int32, "device": ids.device}
     before = torch.empty(triton.cdiv(num_tokens, block_tokens(num_topk)), experts, **like)
     counts, starts = torch.empty(2, -(-experts // UNIT_WORDS) * UNIT_WORDS, **like)
     return Counts(before, counts[:experts], starts[:experts])
@@ -185,7 +186,7 @@ class PlaceShape(NamedTuple):
             return None
         batched = frame.layout is Layout.BATCHED
         own_experts = frame.num_local_experts
-        return cls(*ids_shape, own_experts, own, strides, frame.height, frame.alignment, batched)
+        return cls(ids_shape[0], ids_shape[1], own_experts, own, strides, frame.height, frame.alignment, batched)
 
     @property
     def settings(self) -> tuple[int, ...]:
