@@ -592,7 +592,7 @@ def _row_cases() -> list[Case]:
         _rows("rows mxfp8 gpt-oss", "mxfp8", Layout.COMPACT, **gpt_oss, excuses=BYTES_APART),
         _rows("rows nvfp4 gpt-oss", "nvfp4", Layout.BATCHED, **gpt_oss, excuses=BYTES_APART),
         _rows("rows fp8_token top 6", "fp8_token", Layout.COMPACT, topk=6, in_graph=True),
-        _rows("rows bf16 gpt-oss", "none", Layout.COMPACT, **gpt_oss),
+        _rows("rows bf16 gpt-oss", "none", Layout.FLAT, **gpt_oss, in_graph=True),
         _rows("rows fp8_block gpt-oss", "fp8_block", Layout.BATCHED, **gpt_oss),
         _rows("rows fp8_block of 3 ranks with 5 experts", "fp8_block", Layout.COMPACT, ranks=3, experts=5),
     ]

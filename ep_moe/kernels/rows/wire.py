@@ -192,7 +192,7 @@ def _load_token(tokens, token, strides, WORDS, SCALES, ROW):
     word = tl.program_id(1) * WORDS.BLOCK + tl.arange(0, WORDS.BLOCK)
     leads = tl.program_id(1) == 0
     values = tl.load(tokens.x + token * x_stride * WORDS.UNIT + word, mask=word < WORDS.ROW)
-    scale = None
+    scale = values  # not stored unless there are scales
     if SCALES.G > 0:
         scale_ptrs = tokens.scale + token * scale_token_stride + group.to(tl.int64) * scale_group_stride
         scale = tl.load(scale_ptrs, mask=(group < SCALES.G) & leads)
