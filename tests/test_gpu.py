@@ -4,6 +4,7 @@ EP_MOE_STRESS_ROUNDS is the number of random rounds of each case, 2000 by defaul
 """
 
 import functools
+import importlib.util
 import itertools
 import json
 import os
@@ -99,21 +100,36 @@ FEW: dict[str, Any] = {
 # ids are counted before they are sent
 MANY = {**FEW, "max_tokens": 600, "room": 1000, "shapes": 6, "seed": 1}
 EAGER = {**FEW, "shapes": 3, "seed": 5, "num_graphs": 0, "delay": 0, "look_every": 10}
+# few kernels, as one with puts takes seconds to compile
+HEAP = {**FEW, "transport": "nvshmem", "shapes": 4, "num_graphs": 1, "seed": 7}
+NODES = {**FEW, "transport": "hierarchical", "shapes": 6, "seed": 7}
+ROUNDS = {
+    "few": FEW,
+    "many": MANY,
+    "eager": EAGER,
+    **{stores: {**HEAP, "options": {"nvshmem_stores": stores}} for stores in ("addresses", "puts")},
+    "gathered": {**NODES, "options": {"ranks_per_node": 1}, "most_gathered": 1 << 20},
+    "relays": {**NODES, "options": {"ranks_per_node": 1, "chunk_rows": 40}, "num_graphs": 0},
+}
+NO_PEERS = {"NCCL_P2P_DISABLE": "1"}  # as between nodes
 
 
 def stress_on_rank(group: EPGroup, options: dict[str, Any]) -> int:
-    """Random rounds of nvlink on this rank."""
+    """Random rounds on this rank."""
     from nvlink.stress import StressConfig, stress  # needs Triton
 
     return stress(group, StressConfig(**options))
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("options", [FEW, MANY, EAGER], ids=["few", "many", "eager"])
+@pytest.mark.parametrize("options", ROUNDS.values(), ids=ROUNDS)
 @pytest.mark.parametrize("num_ranks", on_gpus(2, 4))
-def test_random_rounds_of_nvlink(num_ranks: int, options: dict[str, Any]) -> None:
-    start, config = time.monotonic(), GroupConfig(timeout_secs=120)
-    done = launch(stress_on_rank, options, num_ranks=num_ranks, config=config, device="cuda")
+def test_random_rounds(num_ranks: int, options: dict[str, Any]) -> None:
+    transport, start, config = options.get("transport"), time.monotonic(), GroupConfig(timeout_secs=120)
+    if transport == "nvshmem" and importlib.util.find_spec("nvshmem") is None:
+        pytest.skip("nvshmem4py is not installed")
+    env = NO_PEERS if transport == "hierarchical" else {}
+    done = launch(stress_on_rank, options, num_ranks=num_ranks, config=config, device="cuda", env=env)
     print(f"{options['rounds']} rounds in {time.monotonic() - start:.0f} s", file=sys.stderr)
     assert min(done) >= options["rounds"]
 
@@ -419,16 +435,21 @@ def test_a_layer_of_deepseek_v3_size(num_ranks: int) -> None:
     assert [rank["same_bits"] for rank in found] == [1.0] * num_ranks
 
 
-def lose_a_rank(group: EPGroup, victim: int, how: str, folder: Path) -> None:
-    """Run rounds until the victim is lost in the middle of one; survivors record the blamed ranks and the time."""
-    layer = random_layer(group, "collective", hidden=64, inner=32, experts=8, max_tokens_per_rank=16)
+def lose_a_rank(group: EPGroup, victim: int, how: str, rounds: str, folder: Path) -> None:
+    """Run rounds until rank 0 is lost before a dispatch, or another one before a combine; survivors record the blamed
+    ranks and the time."""
+    name, sizes = rounds.split("-")[0], {"max_tokens_per_rank": 16, "ranks_per_node": 1, "chunk_rows": 5}
+    layer = random_layer(group, name, hidden=64, inner=32, experts=8, **sizes)
+    if rounds == "hierarchical-relays":
+        layer.transport.most_gathered = 0
     x = torch.randn(16, 64, device=group.device).bfloat16()
     ids = torch.arange(32, device=group.device).reshape(16, 2) % 8
     start = time.monotonic()
     try:
         for step in range(2000):
             if step == 20 and group.rank == victim:
-                be_lost(how, 60)
+                where = "combine_send" if victim else "dispatch_send"
+                setattr(layer.transport, where, lambda *_, **__: be_lost(how, 60))
             start = time.monotonic()
             layer.forward_routed(x, ids, torch.ones(16, 2, device=group.device))
     except PeerLostError as error:
@@ -436,14 +457,17 @@ def lose_a_rank(group: EPGroup, victim: int, how: str, folder: Path) -> None:
         raise
 
 
+@pytest.mark.parametrize("rounds", ["collective", "hierarchical", "hierarchical-relays"])
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP", "stuck"])
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("num_ranks", on_gpus(2, 4))
-def test_survivors_name_a_lost_rank_over_nccl(num_ranks: int, victim: int, how: str, tmp_path: Path) -> None:
-    config = GroupConfig(timeout_secs=5, heartbeat_secs=0.25)
-    start = time.monotonic()
+def test_survivors_name_a_lost_rank_over_nccl(
+    num_ranks: int, victim: int, how: str, rounds: str, tmp_path: Path
+) -> None:
+    config, start = GroupConfig(timeout_secs=5, heartbeat_secs=0.25), time.monotonic()
+    options: dict[str, Any] = {"device": "cuda", "grace_secs": 15, "env": {} if rounds == "collective" else NO_PEERS}
     with pytest.raises(RankFailedError):
-        launch(lose_a_rank, victim, how, tmp_path, num_ranks=num_ranks, config=config, device="cuda", grace_secs=15)
+        launch(lose_a_rank, victim, how, rounds, tmp_path, num_ranks=num_ranks, config=config, **options)
     assert recorded(tmp_path) == {rank: ((victim,), True) for rank in range(num_ranks) if rank != victim}
     assert time.monotonic() - start < 90
 

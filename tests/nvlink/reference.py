@@ -78,13 +78,13 @@ def _merge(ids: torch.Tensor, weights: torch.Tensor, first: int, last: int) -> t
 
 
 def count_wrong(
-    batch: ExpertBatch, slot: SlotState, inputs: Inputs, *, first: int, last: int, layout: Layout, alignment: int
+    batch: ExpertBatch, slot: SlotState | None, inputs: Inputs, *, first: int, last: int, layout: Layout, alignment: int
 ) -> torch.Tensor:
     """Count what differs in a batch of the experts [first, last), as WRONG says, int64 on the device.
 
     Values and scales are compared for each source, token and expert at their row in the batch; in FLAT also the ids and
     weights of all rows. Rows and weights are those that the combine reads in the slot. In FLAT and in the slot, row
-    t * R + r is token t of rank r.
+    t * R + r is token t of rank r. Without a slot, of a transport that packs rows on arrival, these are left out.
     """
     device, (found_x, found_scale) = batch.x.device, (batch.x, batch.scale)
     local = torch.arange(first, last, device=device)
@@ -98,7 +98,10 @@ def count_wrong(
         step = alignment if batch.row_index is None else 1
         aligned = (count + step - 1) // step * step
         expected_start = aligned.cumsum(0) - aligned
-    if batch.row_index is not None:
+    if found_x.numel() == 0:  # the host knew that there are no rows
+        row, found_x = torch.zeros_like(row), found_x.new_zeros(1, found_x.shape[-1])
+        found_scale = None if found_scale is None else found_scale.new_zeros(1, found_scale.shape[-1])
+    elif batch.row_index is not None:
         row = batch.row_index[row].long().clamp(0, found_x.shape[0] - 1)
     token = torch.arange(hit.shape[0], device=device).repeat_interleave(last - first)
     values, scale = _payload(inputs, batch.scheme)
@@ -110,6 +113,8 @@ def count_wrong(
     wrong = [(batch.expert_num_tokens != count).sum(), (start != expected_start).sum(), differing(found_x, values)]
     nothing = torch.zeros_like(wrong[0])
     wrong.append(nothing if scale is None or found_scale is None else differing(found_scale, scale))
+    if slot is None:
+        return torch.stack([*wrong, *[nothing] * (len(WRONG) - len(wrong))])
     ids, weights = _merge(inputs.ids.flatten(0, 1), inputs.weights.flatten(0, 1), first, last)
     ranks, most = len(inputs.tokens), len(ids) // len(inputs.tokens)
 

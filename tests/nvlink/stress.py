@@ -6,8 +6,10 @@ Letters: T tokens on this rank. No host sync between two reads of the error coun
 import dataclasses
 import random
 import time
+from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import torch
 
 from ep_moe.config import Layout, TransportConfig
@@ -17,7 +19,7 @@ from ep_moe.layout import ExpertBatch
 from ep_moe.placement import Placement
 from ep_moe.quant import get_scheme
 from ep_moe.routing import Routing
-from ep_moe.transport import Dispatched
+from ep_moe.transport import Dispatched, create_transport
 from ep_moe.transport.one_sided import NvlinkTransport
 from nvlink.reference import WRONG, Inputs, compute, count_wrong, expected_output, raw
 
@@ -35,9 +37,14 @@ class StressConfig:
         delay: the longest pause of a rank, in seconds on a CPU, in clock cycles on a GPU.
         num_graphs: CUDA graphs that are replayed between eager rounds.
         room: max_tokens_per_rank, of which rounds with a bound use a part.
+        transport: by name: a one-sided one or `hierarchical`, on nodes of one rank. options: of its TransportConfig.
+        most_gathered: of `hierarchical`; rounds by relays cannot be in CUDA graphs.
     """
 
     rounds: int
+    transport: str = "peer"
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    most_gathered: int = 0
     hidden: int = 16
     max_tokens: int = 3
     room: int = 40
@@ -87,10 +94,18 @@ class Stress:
         self._placement = Placement.linear(config.num_experts, group.num_ranks)
         self._first, self._last = self._placement.starts[group.rank : group.rank + 2]
         sizes = TransportConfig(
-            hidden=config.hidden, max_tokens_per_rank=config.room, max_topk=config.max_topk, row_alignment=4
+            hidden=config.hidden,
+            max_tokens_per_rank=config.room,
+            max_topk=config.max_topk,
+            row_alignment=4,
+            **config.options,
         )
-        self._sizes, self.transport = sizes, NvlinkTransport(group, self._placement, sizes)
-        self._begin_before_the_wrap()
+        self._sizes, self.transport = sizes, create_transport(config.transport, group, self._placement, sizes)
+        self._one_sided = isinstance(self.transport, NvlinkTransport)
+        if self._one_sided:
+            self._begin_before_the_wrap()
+        else:
+            self.transport.most_gathered = config.most_gathered
         group.barrier()
         rng = random.Random(f"{config.seed}/shapes")
         self.shapes = [Shape.at_random(config, rng, group.num_ranks) for _ in range(config.shapes)]
@@ -167,6 +182,10 @@ class Stress:
         refused = culprit is not None and inputs.tokens[culprit] > 0
         if refused:
             inputs.ids[culprit, 0, 0] = 10**6
+            if not self._one_sided:  # which waits for the headers of all ranks
+                with pytest.raises(ValueError, match="topk_ids has"):
+                    self._dispatch(inputs, shape, slot, own)
+                return
         dispatched = self._dispatch(inputs, shape, slot, own)
         if not refused:
             self._check_batch(slot, dispatched.batch, inputs, shape)
@@ -196,10 +215,10 @@ class Stress:
         return self.transport.dispatch_recv(slot=slot)
 
     def _two_open(self, number: int, rng: random.Random) -> None:
-        """Two rounds on two slots, in opposite order on even and odd ranks, as a send never waits."""
+        """Two rounds on two slots, in opposite order on even and odd ranks if a send never waits."""
         shapes = [rng.choice(self.shapes) for _ in range(2)]
         inputs = [self.make_inputs(number + slot, shape) for slot, shape in enumerate(shapes)]
-        order = (0, 1) if self._rank % 2 == 0 else (1, 0)
+        order = (1, 0) if self._one_sided and self._rank % 2 else (0, 1)
         own = random.Random(f"{number}/{self._rank}")
         for slot in order:
             self.transport.dispatch_send(**self.call(inputs[slot], shapes[slot], slot))
@@ -267,7 +286,7 @@ class Stress:
     def _check_batch(self, slot: int, batch: ExpertBatch, inputs: Inputs, shape: Shape) -> None:
         self._wrong[:-1] += count_wrong(
             batch,
-            self.transport._states.slots[slot],
+            self.transport._states.slots[slot] if self._one_sided else None,
             inputs,
             first=self._first,
             last=self._last,
@@ -308,7 +327,7 @@ class Graph:
         self._round()  # compiles
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):  # NCCL's thread queries events
             self._round()
 
     def _round(self) -> None:
@@ -337,4 +356,5 @@ def stress(group: EPGroup, config: StressConfig) -> int:
     done = run.run()
     group.barrier()
     run.transport.destroy()
+    run._graphs.clear()  # NCCL ends a communicator once no graph holds its operations
     return done

@@ -1,6 +1,7 @@
-"""Random rounds on two ranks and on three, from just before the epoch wraps."""
+"""Random rounds on two ranks and on three, from just before the epoch wraps; over NVSHMEM's stores too."""
 
 import time
+from typing import Any
 
 import pytest
 
@@ -11,9 +12,13 @@ from nvlink.stress import Stress, StressConfig, stress
 
 # of 20 shapes with each seed
 RUNS = [
-    pytest.param(2, 0, 40, id="2-ranks-0"),
-    *(pytest.param(2, seed, 660, id=f"2-ranks-{seed}-long", marks=pytest.mark.matrix) for seed in range(1, 5)),
-    pytest.param(3, 6, 20, id="3-ranks"),
+    pytest.param(2, 0, 40, {}, id="2-ranks-0"),
+    *(pytest.param(2, seed, 660, {}, id=f"2-ranks-{seed}-long", marks=pytest.mark.matrix) for seed in range(1, 5)),
+    pytest.param(3, 6, 20, {}, id="3-ranks"),
+    *(
+        pytest.param(2, 7, 40, {"transport": "nvshmem", "options": {"nvshmem_stores": stores}}, id=stores, marks=marks)
+        for stores, marks in (("puts", ()), ("addresses", pytest.mark.matrix))
+    ),
 ]
 
 
@@ -23,9 +28,9 @@ def stress_on_rank(group: EPGroup, config: StressConfig, word_tokens: int) -> in
         return stress(group, config)
 
 
-@pytest.mark.parametrize(("num_ranks", "seed", "rounds"), RUNS)
-def test_random_rounds(num_ranks: int, seed: int, rounds: int) -> None:
-    config = StressConfig(rounds=rounds, seed=seed)
+@pytest.mark.parametrize(("num_ranks", "seed", "rounds", "options"), RUNS)
+def test_random_rounds(num_ranks: int, seed: int, rounds: int, options: dict[str, Any]) -> None:
+    config = StressConfig(rounds=rounds, seed=seed, **options)
     start = time.monotonic()
     done = on_ranks(stress_on_rank, config, 1, num_ranks=num_ranks)
     print(f"{rounds} rounds in {time.monotonic() - start:.0f} s")

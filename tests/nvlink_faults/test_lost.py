@@ -30,10 +30,11 @@ from nvlink_faults.common import (
 
 GIVEN_UP_SECS = 20.0
 STUCK_SECS = CONFIG.timeout_secs + SLACK_SECS
-PUTS = {"nvshmem_stores": "puts"}  # of the transport `nvshmem`
-WITH_PUTS = pytest.mark.skipif(
+ADDRESSES, PUTS = {"nvshmem_stores": "addresses"}, {"nvshmem_stores": "puts"}  # of the transport `nvshmem`
+WITH_NVSHMEM = pytest.mark.skipif(
     not INTERPRETING and importlib.util.find_spec("nvshmem") is None, reason="nvshmem4py is not installed"
 )
+BY_ADDRESSES = (WITH_NVSHMEM, pytest.mark.matrix)  # the kernels of `peer`
 
 
 def lose_a_rank(
@@ -86,8 +87,10 @@ def run_until_lost(
         pytest.param("SIGSTOP", 1, "dispatch", 0, {}, STUCK_SECS, id="stopped-1-before-dispatch"),
         pytest.param("stuck", 0, "combine", 0, {}, STUCK_SECS, id="stuck-0-before-combine"),
         pytest.param("stuck", 1, "dispatch", 50, {}, CONFIG.timeout_secs - 1, id="stuck-1-found-by-a-kernel"),
-        pytest.param("SIGKILL", 1, "combine", 0, PUTS, SLACK_SECS, marks=WITH_PUTS, id="killed-1-by-puts"),
-        pytest.param("stuck", 0, "combine", 0, PUTS, STUCK_SECS, marks=WITH_PUTS, id="stuck-0-by-puts"),
+        pytest.param("SIGKILL", 1, "combine", 0, PUTS, SLACK_SECS, marks=WITH_NVSHMEM, id="killed-1-by-puts"),
+        pytest.param("stuck", 0, "combine", 0, PUTS, STUCK_SECS, marks=WITH_NVSHMEM, id="stuck-0-by-puts"),
+        pytest.param("SIGKILL", 1, "combine", 0, ADDRESSES, SLACK_SECS, marks=BY_ADDRESSES, id="killed-1-by-addresses"),
+        pytest.param("stuck", 0, "combine", 0, ADDRESSES, STUCK_SECS, marks=BY_ADDRESSES, id="stuck-0-by-addresses"),
     ],
 )
 def test_survivors_name_the_lost_rank(

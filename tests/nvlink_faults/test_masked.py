@@ -30,7 +30,7 @@ from nvlink_faults.common import (
     run_round,
     send,
 )
-from nvlink_faults.test_lost import PUTS, SHORT, WITH_PUTS
+from nvlink_faults.test_lost import ADDRESSES, BY_ADDRESSES, PUTS, SHORT, WITH_NVSHMEM
 
 ROUNDS = LOST_ROUND + 6
 ALL = (True,) * NUM_RANKS
@@ -92,7 +92,8 @@ def judge(rank: int, victim: int, seen: list[Any]) -> None:
         pytest.param("SIGKILL", 0, "dispatch", {}, id="killed-0-before-dispatch"),
         pytest.param("SIGKILL", 2, "between", {}, id="killed-2-between-two-ranks"),
         pytest.param("stuck", 1, "combine", {}, id="stuck-1-before-combine"),
-        pytest.param("SIGKILL", 1, "combine", PUTS, marks=WITH_PUTS, id="killed-1-by-puts"),
+        pytest.param("SIGKILL", 1, "combine", PUTS, marks=WITH_NVSHMEM, id="killed-1-by-puts"),
+        pytest.param("SIGKILL", 1, "combine", ADDRESSES, marks=BY_ADDRESSES, id="killed-1-by-addresses"),
     ],
 )
 def test_survivors_go_on(tmp_path: Path, how: str, victim: int, where: str, options: dict[str, Any]) -> None:

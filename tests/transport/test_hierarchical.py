@@ -154,6 +154,22 @@ def test_some_cases(nodes: int, per_node: int, gathered: bool) -> None:
     assert failures(launch(run_some, per_node, gathered, num_ranks=num_ranks, config=CONFIG, device="cpu")) == []
 
 
+def stress_on_rank(group: EPGroup, most_gathered: int) -> int:
+    """Random rounds on nodes of one rank; those of up to `most_gathered` tokens are gathered."""
+    from nvlink.stress import StressConfig, stress  # needs Triton
+
+    options = {"ranks_per_node": 1, "chunk_rows": 2}
+    return stress(
+        group, StressConfig(rounds=60, transport="hierarchical", options=options, most_gathered=most_gathered)
+    )
+
+
+@pytest.mark.parametrize("most_gathered", [0, 60, 1 << 20], ids=["relays", "both", "gathered"])
+def test_random_rounds(most_gathered: int) -> None:
+    pytest.importorskip("triton")
+    assert min(launch(stress_on_rank, most_gathered, num_ranks=2, config=CONFIG, device="cpu")) >= 60
+
+
 def send_counted(group: EPGroup, per_node: int) -> list[tuple[Any, ...]]:
     """Results and traffic of the same round with messages of several sizes, and the same counted from the ids; and of
     a gathered round, whose traffic is by its bound."""
