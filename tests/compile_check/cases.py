@@ -41,7 +41,7 @@ from ep_moe.routing.base import Options
 from ep_moe.routing.positions import PositionTable
 from ep_moe.routing.triton import route, to_physical
 from ep_moe.transport.collective.launchers import plan_send, read_messages, write_message, write_rows
-from ep_moe.transport.collective.messages import head_rows, header_of, new_kept
+from ep_moe.transport.collective.messages import head_rows, new_kept
 from ep_moe.transport.headers import HEADER_WORDS
 from ep_moe.transport.layer_tag import LayerTag
 from ep_moe.transport.payload import RowFormat
