@@ -191,7 +191,7 @@ class _ModelBench:
                 experts = experts_of(model.config, module, name, seed, x.dtype, x.device)
                 for key, system in systems.items():
                     shown, part = (x, slice(None)) if key == OURS else (everyones, mine)
-                    returned, (_, weights, ids) = _routed(_block(system.model, name), shown)
+                    returned, (_, weights, ids) = _routed(_block(system.model, name), shown, ours=key != OWN)
                     output = returned[0][part]
                     expected = experts.expected_output(x, ids[part], weights[part].float(), SCHEMES["none"])
                     found[key].append(error := worst_row_error(output, expected))
@@ -253,14 +253,18 @@ def _block(model: Any, experts_name: str) -> Any:
     return model.get_submodule(experts_name.rpartition(".")[0])
 
 
-def _routed(block: Any, x: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """The hidden states [1, T, H] of an MoE block, and the logits, weights and ids [T, K] that its router returned."""
-    chosen: list[Any] = []
+def _routed(
+    block: Any, x: torch.Tensor, *, ours: bool
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """The hidden states [1, T, H] of an MoE block, and the logits, weights and ids [T, K] that its router chose."""
+    calls: list[tuple[Any, ...]] = []
     router = getattr(block, "gate", None) or block.router
-    # before transformers' own hooks, by which ids become those of this rank's experts
-    hook = router.register_forward_hook(lambda *call: chosen.append(call[2]), prepend=True)
+    hook = router.register_forward_hook(lambda *call: calls.append(call))
     try:
         returned = block(x.unsqueeze(0))
     finally:
         hook.remove()
-    return returned[0] if isinstance(returned, tuple) else returned, chosen[0]
+    _, args, chosen = calls[0]
+    if not ours:  # transformers made the ids those of this rank's experts, by a hook or by another `forward`
+        chosen = type(router).forward(router, *args)
+    return returned[0] if isinstance(returned, tuple) else returned, chosen
