@@ -96,7 +96,7 @@ class GatheredTransport(CollectiveTransport):
             round=round_,
             sizes=sizes,
             row_format=row_format,
-            token_to_row=ids.new_empty(len(ids), self.num_ranks + 1, dtype=torch.int32),  # once messages are read
+            token_to_row=ids.new_empty(len(ids), 0, dtype=torch.int32),  # until messages are read
             head=head,
             num_tokens=tokens.num_tokens,
             captured=captured,
@@ -121,6 +121,7 @@ class GatheredTransport(CollectiveTransport):
         self._wait(state, "dispatch")
         received, row_format = state.buffers[1], state.row_format
         values, scale, _ = row_format.read(received.view(-1, received.shape[-1]))
+        state.token_to_row = received.new_empty(state.sizes.num_rows, self.num_ranks + 1, dtype=torch.int32)
         ids, weights, place = read_messages(
             received,
             row_format,
