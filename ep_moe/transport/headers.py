@@ -17,14 +17,14 @@ INT32 = torch.iinfo(torch.int32)
 
 
 class Header(NamedTuple):
-    """The message of a rank to another: int64 words, which `_write_header_kernel` writes on GPUs, in this order."""
+    """The message of a rank to another: int64 words in this order, on GPUs by `kernels.rows.wire`."""
 
     rows: Any = 0  # for the receiver
     num_tokens: int = 0  # of the sender
     refused: int = 0  # 1 if the sender's input is bad, else 0
     bad_ids: Any = 0  # how many
     fingerprint: int = 0  # of the row format
-    pairs: Any = 0  # (token, expert) pairs for the receiver
+    pairs: Any = 0  # (token, expert) pairs for the receiver; not counted by `gathered`
     bad_id: Any = 0  # one of the bad ids
     layer: int = 0  # `LayerTag.words`
     settings: int = 0

@@ -282,9 +282,10 @@ def _write_message_kernel(
     ROW,  # WireRow
     HEAD: tl.constexpr,  # rows that the header takes
 ):
-    """Copy BLOCK value words of a token, or of the first program of each also the rest; the last one writes the header.
+    """Copy BLOCK value words of a token to its row; its first program also writes scales, ids and weights.
 
-    Token t is row HEAD + t, also one without an expert: its ids say so.
+    Token t is row HEAD + t, also one without an expert: its ids say so. The program behind those of the last token
+    counts bad ids and writes the header.
     """
     token, live = tl.program_id(0).to(tl.int64), num_rows
     if message.live is not None:
