@@ -141,7 +141,7 @@ def test_rows(
 
 @pytest.mark.parametrize("fault", ["", "ids", "num_tokens", "layer", "fingerprint"])
 @pytest.mark.parametrize(
-    ("hidden", "topk", "most", "counts"), [(16, 3, 40, (40, 0, 7)), (144, 1, 5, (2,)), (16, 9, 20, (20, 1))]
+    ("hidden", "topk", "most", "counts"), [(16, 3, 40, (40, 0, 7)), (144, 1, 5, (2,)), (16, 9, 20, (1, 20))]
 )
 def test_messages(
     hidden: int, topk: int, most: int, counts: tuple[int, ...], fault: str, monkeypatch: pytest.MonkeyPatch
