@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 if sys.version_info >= (3, 11):
@@ -38,6 +39,7 @@ VARIABLES = {
     },
     "sglang": {"EP_MOE_SGLANG": "1", "TORCHDYNAMO_DISABLE": "1"},  # SGLang compiles routers, for 20 seconds
 }
+CPU_PLATFORM = {"vllm.platform_plugins": {"ep_moe_tests": "vllm_twins:platform"}}  # chooses vLLM's CPU
 SHOWN_CHARS = 30_000  # of the output of a rank that failed
 DEVICE, CASES = os.environ.get("EP_MOE_ENGINE_DEVICE", "cpu"), os.environ.get("EP_MOE_ENGINE_CASES", "").split()
 TIMEOUT_SECS = float(os.environ.get("EP_MOE_ENGINE_TIMEOUT_SECS", "300"))
@@ -99,10 +101,10 @@ def dependencies(name: str, version: str, cache: Path) -> Path:
     return folder
 
 
-def entry_points(folder: Path) -> None:
-    """A distribution with the entry points of this tree, and a plug-in that chooses vLLM's CPU."""
+def entry_points(folder: Path, added: Mapping[str, Mapping[str, str]] = CPU_PLATFORM) -> None:
+    """A distribution with the entry points of this tree, and others by group and name."""
     plugins = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
-    plugins = {**plugins, "vllm.platform_plugins": {"ep_moe_tests": "vllm_twins:platform"}}
+    plugins = {group: {**plugins.get(group, {}), **added.get(group, {})} for group in {**plugins, **added}}
     information = folder / "ep_moe_engine_tests-0.dist-info"
     information.mkdir(parents=True)
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: ep-moe-engine-tests\nVersion: 0\n")

@@ -1,0 +1,330 @@
+"""Runs a serving engine whole, with and without the plug-in in turn, and times its answers.
+
+    python tests/engines/serve_engine.py --engine vllm --model qwen3-30b --nproc 2 --ranks dp --logs DIR
+
+The engine, its compiled parts and its dependencies are on PYTHONPATH. Models have published sizes and random weights
+(`serve_models`), prompts are token ids drawn by number. Each turn is a process of its own, ended after --timeout-secs.
+A JSON line is printed for each turn and setting: tokens a second, time to the first token, time per further token, a
+hash of the greedy tokens, and how far they agree with the first turn's, which the second turn of the same side puts in
+proportion. Exit status 1: a turn failed, or the plug-in did not run where it should.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import faulthandler
+import hashlib
+import importlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+HERE = Path(__file__).parent
+if os.environ.get("EP_MOE_SERVE_STAND_INS"):  # engines start processes that import this file again
+    importlib.import_module(f"serve_{os.environ['EP_MOE_SERVE_STAND_INS']}").stand_ins()
+
+ENGINES = {"vllm": "serve_vllm", "sglang": "serve_sglang"}  # modules beside this file
+PLUGINS = {
+    "vllm.general_plugins": {"ep_moe_serve": "serve_models:register_vllm"},
+    "sglang.srt.plugins": {"ep_moe_serve": "serve_models:register_sglang"},
+}
+TURNS = ("off", "on", "off", "on")
+REQUESTS = (1, 16, 64, 256)
+PROMPT_TOKENS, NEW_TOKENS = 128, 64
+PREFILL = (8, 4096)  # requests and tokens of each, for one new token
+MAX_TOKENS = 4096  # of a step
+GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+LOWEST_ID, IDS = 1000, 50_000  # of prompts: every model's vocabulary has them
+SHOWN_CHARS = 6000  # of the log of a turn that failed
+ENDS_AFTER_SECS = 15  # between a turn's stacks, which it prints, and its end
+OURS = re.compile(r"ep_moe runs (\S+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """Requests that are sent at once."""
+
+    name: str
+    requests: int
+    prompt_tokens: int
+    new_tokens: int
+
+    def prompts(self) -> list[list[int]]:
+        """Token ids, the same in every run; no two begin alike."""
+        draw = random.Random(f"{self.name} {self.requests} {self.prompt_tokens}")
+        return [[draw.randrange(LOWEST_ID, IDS) for _ in range(self.prompt_tokens)] for _ in range(self.requests)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """The greedy tokens of a request, and the seconds from the start of all to its first and last."""
+
+    tokens: list[int]
+    first_secs: float
+    last_secs: float
+
+
+class Engine(Protocol):
+    """An engine that runs; instead of `stream` it may have `answers`, of all requests in one call."""
+
+    version: str
+
+    def stream(self, prompt: list[int], new_tokens: int) -> Any:
+        """An asynchronous iterator of new tokens."""
+
+    def close(self) -> None:
+        """End its processes."""
+
+
+def settings(options: argparse.Namespace) -> list[Setting]:
+    """What is measured, in order."""
+    found = [Setting("decode", requests, options.prompt_tokens, options.new_tokens) for requests in options.requests]
+    if options.prefill:
+        requests, tokens = PREFILL
+        found.append(Setting("prefill", requests, min(tokens, options.max_tokens), 1))
+    return found
+
+
+async def answer(engine: Engine, prompt: list[int], new_tokens: int, began: float) -> Answer:
+    """Send one request. Errors: RuntimeError if it ends early."""
+    tokens: list[int] = []
+    first = last = 0.0
+    async for new in engine.stream(prompt, new_tokens):
+        if new:
+            last = time.perf_counter() - began
+            first = first or last
+            tokens += new
+    if len(tokens) != new_tokens:
+        raise RuntimeError(f"a request of {new_tokens} tokens ended after {len(tokens)}")
+    return Answer(tokens, first, last)
+
+
+async def answers(engine: Any, setting: Setting) -> list[Answer]:
+    """Send all requests of a setting at once."""
+    prompts = setting.prompts()
+    if hasattr(engine, "answers"):
+        return [Answer(*found) for found in engine.answers(prompts, setting.new_tokens)]
+    began = time.perf_counter()
+    return list(await asyncio.gather(*(answer(engine, prompt, setting.new_tokens, began) for prompt in prompts)))
+
+
+def figures(setting: Setting, found: Sequence[Answer]) -> dict[str, Any]:
+    """Times and rates of one setting, and its tokens."""
+    secs, further = max(one.last_secs for one in found), setting.new_tokens - 1
+    tokens = [one.tokens for one in found]
+    values = {
+        "secs": secs,
+        "output_tokens_per_s": setting.requests * setting.new_tokens / secs,
+        "prompt_tokens_per_s": setting.requests * setting.prompt_tokens / max(one.first_secs for one in found),
+        "ttft_ms": 1e3 * statistics.median(one.first_secs for one in found),
+        "ttft_max_ms": 1e3 * max(one.first_secs for one in found),
+    }
+    if further:
+        values["tpot_ms"] = 1e3 * statistics.median((one.last_secs - one.first_secs) / further for one in found)
+    digest = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
+    return {
+        **dataclasses.asdict(setting),
+        **{name: round(value, 3) for name, value in values.items()},
+        "tokens_sha256": digest[:16],
+        "distinct_tokens": len({token for row in tokens for token in row}),
+        "tokens": tokens,
+    }
+
+
+def agreement(tokens: Sequence[Sequence[int]], reference: Sequence[Sequence[int]]) -> dict[str, float]:
+    """Of how many requests the first token is the reference's, and how many tokens agree before the first other one."""
+    pairs = list(zip(tokens, reference, strict=True))
+    same = [next((at for at, (a, b) in enumerate(zip(*pair, strict=True)) if a != b), len(pair[0])) for pair in pairs]
+    return {
+        "first_tokens_agree": round(sum(count > 0 for count in same) / len(same), 4),
+        "tokens_agree": round(sum(same) / len(same), 2),
+    }
+
+
+async def measure(engine: Any, options: argparse.Namespace) -> None:
+    """Measure every setting of one turn; lines go to the turn's file as soon as they are there."""
+    todo = settings(options)
+    for setting in todo:
+        for warm in (True, False):  # the first pass compiles kernels of these sizes
+            began = time.monotonic()
+            found = await answers(engine, setting)
+            print(f"{setting.name} {setting.requests}: {time.monotonic() - began:.2f} s, warm-up {warm}", flush=True)
+        with options.lines.open("a") as file:
+            file.write(json.dumps({"version": engine.version, **figures(setting, found)}) + "\n")
+
+
+async def turn(options: argparse.Namespace) -> None:
+    """One turn, in its own process."""
+    import serve_models
+
+    module = importlib.import_module(ENGINES[options.engine])
+    folder = serve_models.write_model(options.model, options.lines.parent / "model", options.layers)
+    began = time.monotonic()
+    engine = module.make(folder, options)
+    ready = time.monotonic() - began
+    print(f"ready after {ready:.1f} s", flush=True)
+    with options.lines.open("a") as file:
+        file.write(json.dumps({"ready_secs": round(ready, 1)}) + "\n")
+    try:
+        await measure(engine, options)
+    finally:
+        engine.close()
+
+
+def environment(options: argparse.Namespace, plugin: str, entries: Path) -> dict[str, str]:
+    """The variables of a turn: the plug-in is on or off by them alone."""
+    module = importlib.import_module(ENGINES[options.engine])
+    paths = [str(entries), str(HERE), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]
+    switches = {module.SWITCH: "1", "EP_MOE_STRICT": "1"} if plugin == "on" else {}
+    kept = {name: value for name, value in os.environ.items() if name not in (module.SWITCH, "EP_MOE_STRICT")}
+    return {**module.ENVIRON, **kept, **switches, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ":".join(filter(None, paths))}
+
+
+@contextlib.contextmanager
+def _ended(process: "subprocess.Popen[bytes]") -> Iterator[None]:
+    """Neither the turn nor what it has started lives on."""
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def run_turn(options: argparse.Namespace, arguments: Sequence[str], number: int, work: Path) -> tuple[list[Any], str]:
+    """One turn in a process: its lines, and what is wrong with it, or nothing."""
+    plugin = options.turns[number]
+    lines, log = work / f"{number}.jsonl", options.logs / f"{options.engine}-{options.label}-{number}-{plugin}.log"
+    command = [sys.executable, __file__, *arguments, "--lines", str(lines)]
+    environ, wrong = environment(options, plugin, work / "entries"), ""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, env=environ, stdout=output, stderr=subprocess.STDOUT, cwd=work, start_new_session=True
+        )
+        with _ended(process):
+            try:
+                code = process.wait(options.timeout_secs + ENDS_AFTER_SECS)
+                wrong = f"exit code {code}" if code else ""
+            except subprocess.TimeoutExpired:
+                wrong = f"still ran after {options.timeout_secs + ENDS_AFTER_SECS:.0f} s"
+    text = log.read_text(errors="replace")
+    ours = len(OURS.findall(text))
+    if not wrong and (ours > 0) != (plugin == "on"):
+        wrong = f"the log names {ours} kinds of layers of ep_moe"
+    if wrong:
+        print(f"turn {number}, plug-in {plugin}: {wrong}; the end of {log}:\n{text[-SHOWN_CHARS:]}", flush=True)
+    found = [json.loads(line) for line in lines.read_text().splitlines()] if lines.is_file() else []
+    return found, wrong
+
+
+def report(options: argparse.Namespace, number: int, rows: Sequence[Mapping[str, Any]], first: dict[str, Any]) -> None:
+    """Print a turn's lines; `first` keeps the tokens of the first turn of each setting."""
+    shared = {
+        "engine": options.engine,
+        "model": options.model,
+        "layers": options.layers,
+        "nproc": options.nproc,
+        "ranks": options.ranks if options.nproc > 1 else "",
+        "compile": options.compile,
+        "turn": number,
+        "plugin": options.turns[number],
+    }
+    for row in rows:
+        kept = dict(row)
+        if "tokens" in kept:
+            tokens = kept.pop("tokens")
+            reference = first.setdefault(f"{row['name']} {row['requests']}", tokens)
+            kept |= agreement(tokens, reference)
+        line = json.dumps({**shared, **kept})
+        print(line, flush=True)
+        with (options.logs / f"{options.engine}-{options.label}.jsonl").open("a") as file:
+            file.write(line + "\n")
+
+
+def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """All turns, one after another; the exit status."""
+    import releases
+
+    options.logs.mkdir(parents=True, exist_ok=True)
+    ends, failed, first = time.monotonic() + options.budget_secs, 0, dict[str, Any]()
+    work = Path(tempfile.mkdtemp(prefix="ep_moe_serve_"))
+    try:
+        releases.entry_points(work / "entries", PLUGINS)
+        for number in range(len(options.turns)):
+            if time.monotonic() + options.timeout_secs > ends and number:
+                print(f"turn {number} and those after it: left out, the time ran out", flush=True)
+                return 1
+            rows, wrong = run_turn(options, arguments, number, work)
+            report(options, number, rows, first)
+            failed += bool(wrong)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return 1 if failed else 0
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options. Errors: SystemExit with what is wrong."""
+    from serve_models import MODELS
+
+    parser = argparse.ArgumentParser(description="Runs an engine whole, with and without ep_moe in turn.")
+    parser.add_argument("--engine", choices=ENGINES, required=True)
+    parser.add_argument("--model", choices=MODELS, default="qwen3-30b")
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--nproc", type=int, default=1, help="GPUs")
+    parser.add_argument(
+        "--ranks", choices=("dp", "tp"), default="dp", help="data or tensor parallel, x expert parallel"
+    )
+    parser.add_argument("--turns", nargs="+", choices=("off", "on"), default=list(TURNS), help="plug-in, turn by turn")
+    parser.add_argument("--requests", nargs="+", type=int, default=list(REQUESTS), help="at once")
+    parser.add_argument("--prompt-tokens", type=int, default=PROMPT_TOKENS)
+    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
+    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS, help="of a step, and of a prompt")
+    parser.add_argument("--no-prefill", dest="prefill", action="store_false", help="leave out the long prompts")
+    parser.add_argument("--graph-sizes", nargs="+", type=int, default=list(GRAPH_SIZES), help="of captured steps")
+    parser.add_argument("--no-compile", dest="compile", action="store_false", help="CUDA graphs of decode steps alone")
+    parser.add_argument("--in-process", action="store_true", help="vLLM: vllm.LLM in one process, one GPU")
+    parser.add_argument("--attention", help="the engine's name of a backend")
+    parser.add_argument("--moe-backend", help="of the engine's own experts")
+    parser.add_argument("--memory", type=float, default=0.88, help="part of a GPU that the engine takes")
+    parser.add_argument("--timeout-secs", type=float, default=240.0, help="of a turn")
+    parser.add_argument("--budget-secs", type=float, default=560.0, help="no turn begins that might end after it")
+    parser.add_argument("--logs", type=Path, default=Path("serve_logs"), help="folder for logs and lines")
+    parser.add_argument("--lines", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    for name in ("nproc", "prompt_tokens", "new_tokens", "max_tokens", "timeout_secs", "budget_secs"):
+        if getattr(options, name) <= 0:
+            parser.error(f"--{name.replace('_', '-')} ({getattr(options, name)}) must be positive")
+    if min(options.requests) < 1 or options.prompt_tokens > options.max_tokens:
+        parser.error(f"--requests ({options.requests}) or --prompt-tokens ({options.prompt_tokens}) do not fit")
+    if options.in_process and (options.engine != "vllm" or options.nproc > 1):
+        parser.error("--in-process is for vLLM on one GPU")
+    options.logs = options.logs.resolve()
+    options.label = "-".join([options.model, str(options.nproc), *([options.ranks] if options.nproc > 1 else [])])
+    return options
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command line's exit status."""
+    options = parse(arguments)
+    if options.lines is None:
+        return start(options, arguments)
+    faulthandler.dump_traceback_later(options.timeout_secs, exit=True)
+    asyncio.run(turn(options))
+    sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

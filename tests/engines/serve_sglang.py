@@ -1,0 +1,71 @@
+"""SGLang as `serve_engine` drives it: its `Engine`, which is its server without HTTP."""
+
+import argparse
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+ENVIRON = {"SGLANG_IS_FLASHINFER_AVAILABLE": "false", "EP_MOE_SERVE_STAND_INS": "sglang"}
+SWITCH = "EP_MOE_SGLANG"
+
+
+def stand_ins() -> None:
+    """Empty modules for the packages that nothing here calls, in each process before it imports SGLang."""
+    import time_sglang
+
+    time_sglang._without_others()
+
+
+def make(folder: Path, options: argparse.Namespace) -> "Sglang":
+    """Start the engine."""
+    return Sglang(folder, options)
+
+
+def arguments(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """SGLang's options of a run: tensor parallel x expert parallel, or with data-parallel attention."""
+    found: dict[str, Any] = {
+        "model_path": str(folder),
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "random_seed": 0,
+        "context_length": options.max_tokens + 512,
+        "chunked_prefill_size": options.max_tokens,
+        "max_running_requests": max(options.requests),
+        "disable_radix_cache": True,
+        "mem_fraction_static": options.memory,
+        "tp_size": options.nproc,
+        "ep_size": options.nproc,
+        "moe_runner_backend": options.moe_backend or "triton",
+        "attention_backend": options.attention or "triton",
+        "sampling_backend": "pytorch",
+        "disable_shared_experts_fusion": True,
+        "cuda_graph_bs_decode": list(options.graph_sizes),
+        "disable_prefill_cuda_graph": not options.compile,
+        "log_level": "info",
+    }
+    if options.ranks == "dp":
+        found |= {"dp_size": options.nproc, "enable_dp_attention": True}
+    return found
+
+
+class Sglang:
+    """The engine of `serve_engine`."""
+
+    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+        import sglang
+
+        self.version = sglang.__version__
+        self._engine = sglang.Engine(**arguments(folder, options))
+
+    async def stream(self, prompt: list[int], new_tokens: int) -> AsyncIterator[list[int]]:
+        """Greedy tokens, as they come."""
+        sampling = {"temperature": 0.0, "max_new_tokens": new_tokens, "ignore_eos": True}
+        found: Any = await self._engine.async_generate(input_ids=prompt, sampling_params=sampling, stream=True)
+        seen = 0
+        async for output in found:
+            tokens, count = list(output["output_ids"]), output["meta_info"]["completion_tokens"]
+            yield tokens[seen:] if len(tokens) == count else tokens  # all so far, or those since the last
+            seen = count
+
+    def close(self) -> None:
+        self._engine.shutdown()

@@ -1,0 +1,110 @@
+"""vLLM as `serve_engine` drives it: its asynchronous engine, as its server does, or `vllm.LLM` in this process."""
+
+import argparse
+import os
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+# both sides: no code of others is sought on the network
+ENVIRON = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_DEEP_GEMM_WARMUP": "skip",
+}
+SWITCH = "EP_MOE_VLLM"
+
+
+def make(folder: Path, options: argparse.Namespace) -> "Vllm | InProcess":
+    """Start the engine."""
+    return InProcess(folder, options) if options.in_process else Vllm(folder, options)
+
+
+def arguments(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """vLLM's options of a run."""
+    compilation: dict[str, Any] = {"cudagraph_capture_sizes": list(options.graph_sizes)}
+    if not options.compile:
+        compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    found: dict[str, Any] = {
+        "model": str(folder),
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "generation_config": "vllm",
+        "seed": 0,
+        "max_model_len": options.max_tokens + 512,
+        "max_num_batched_tokens": options.max_tokens,
+        "max_num_seqs": max(options.requests),
+        "enable_prefix_caching": False,
+        "gpu_memory_utilization": options.memory,
+        "enable_expert_parallel": options.nproc > 1,
+        "compilation_config": compilation,
+    }
+    if options.ranks == "dp":
+        found["data_parallel_size"] = options.nproc
+    else:
+        found["tensor_parallel_size"] = options.nproc
+    if options.attention:
+        found["attention_backend"] = options.attention
+    if options.moe_backend:
+        found["moe_backend"] = options.moe_backend
+    return found
+
+
+class Vllm:
+    """The engine of `serve_engine`."""
+
+    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+        import vllm
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self.version, self._sent = vllm.__version__, 0
+        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments(folder, options), disable_log_stats=True))
+
+    async def stream(self, prompt: list[int], new_tokens: int) -> AsyncIterator[list[int]]:
+        """Greedy tokens, as they come."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=new_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        self._sent += 1
+        found = self._engine.generate({"prompt_token_ids": prompt}, sampling, request_id=str(self._sent))
+        async for output in found:
+            yield list(output.outputs[0].token_ids)
+
+    def close(self) -> None:
+        self._engine.shutdown()
+
+
+class InProcess:
+    """`vllm.LLM`: its scheduler, and one rank's worker, run in this process; the steps of all requests are one call."""
+
+    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        import vllm
+
+        self.version = vllm.__version__
+        self._engine = vllm.LLM(**arguments(folder, options), disable_log_stats=False)
+
+    def answers(self, prompts: list[list[int]], new_tokens: int) -> list[tuple[list[int], float, float]]:
+        """Of each request the greedy tokens, and the seconds to the first and to the last, by vLLM's own clock."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+        asked, began = [{"prompt_token_ids": prompt} for prompt in prompts], time.monotonic()
+        found = self._engine.generate(asked, sampling, use_tqdm=False)
+        return [
+            (list(one.outputs[0].token_ids), one.metrics.first_token_ts - began, one.metrics.last_token_ts - began)
+            for one in found
+        ]
+
+    def close(self) -> None:
+        """Nothing of it outlives the process."""
