@@ -238,6 +238,7 @@ def report(options: argparse.Namespace, number: int, rows: Sequence[Mapping[str,
         "nproc": options.nproc,
         "ranks": options.ranks if options.nproc > 1 else "",
         "compile": options.compile,
+        "set": dict(options.set),
         "turn": number,
         "plugin": options.turns[number],
     }
@@ -274,6 +275,14 @@ def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
+def assignment(text: str) -> tuple[str, Any]:
+    """A name and its value, from NAME=JSON. Errors: ValueError."""
+    name, found, value = text.partition("=")
+    if not found:
+        raise ValueError(text)
+    return name, json.loads(value)
+
+
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options. Errors: SystemExit with what is wrong."""
     from serve_models import MODELS
@@ -297,6 +306,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--in-process", action="store_true", help="vLLM: vllm.LLM in one process, one GPU")
     parser.add_argument("--attention", help="the engine's name of a backend")
     parser.add_argument("--moe-backend", help="of the engine's own experts")
+    parser.add_argument("--set", nargs="+", type=assignment, default=[], help="more options of the engine: NAME=JSON")
     parser.add_argument("--memory", type=float, default=0.88, help="part of a GPU that the engine takes")
     parser.add_argument("--timeout-secs", type=float, default=240.0, help="of a turn")
     parser.add_argument("--budget-secs", type=float, default=560.0, help="no turn begins that might end after it")
@@ -327,4 +337,5 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(124))  # then what it has started ends, too
     sys.exit(main(sys.argv[1:]))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 FP8_STD, FP8_SCALES = 64.0, (2e-4, 4e-4)  # about 0.02 when multiplied
+DRAWN = 1 << 26  # numbers at once
 PACKED_SCALE = 120  # 2^-7 as an exponent of MXFP4, whose values go up to 6
 WEIGHT_STD, EMBEDDING_STD = 0.02, 0.5  # tokens then differ more than layers add to them, so that noise stays small
 
@@ -179,7 +180,8 @@ def _fill_one(name: str, values: torch.Tensor, generator: torch.Generator) -> No
         elif values.dtype is torch.uint8:
             values.random_(0, 256, generator=generator)
     elif torch.finfo(values.dtype).bits < 16:
-        for part in values.view(values.shape[0], -1):  # row by row: what is drawn takes four times the memory
+        rows = max(1, DRAWN * values.shape[0] // values.numel())
+        for part in values.split(rows):  # what is drawn takes four times the memory
             drawn = torch.randn(part.shape, generator=generator, device=part.device)
             part.copy_((drawn * FP8_STD).clamp_(-448, 448).to(part.dtype))
     elif scale:

@@ -45,7 +45,7 @@ def arguments(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     }
     if options.ranks == "dp":
         found |= {"dp_size": options.nproc, "enable_dp_attention": True}
-    return found
+    return found | dict(options.set)
 
 
 class Sglang:

@@ -49,7 +49,7 @@ def arguments(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         found["attention_backend"] = options.attention
     if options.moe_backend:
         found["moe_backend"] = options.moe_backend
-    return found
+    return found | dict(options.set)
 
 
 class Vllm:

@@ -189,6 +189,7 @@ def test_ranks_become_options_of_engines(tmp_path: Path, nproc: int, ranks: str)
     sizes = {asked.get("data_parallel_size", 1), asked.get("tensor_parallel_size", 1)}
     assert sizes == ({1, nproc})
     assert asked["enable_expert_parallel"] == (nproc > 1)
+    assert serve_vllm.arguments(tmp_path, options(tmp_path, "--set", "seed=7", "x=[1]"))["seed"] == 7
     asked = serve_sglang.arguments(tmp_path, found)
     assert (asked["tp_size"], asked["ep_size"]) == (nproc, nproc)
     assert asked.get("enable_dp_attention", False) == (ranks == "dp")
@@ -199,6 +200,7 @@ def test_ranks_become_options_of_engines(tmp_path: Path, nproc: int, ranks: str)
     [
         (["--nproc", "0"], "--nproc (0) must be positive"),
         (["--requests", "0"], "--requests ([0]) or"),
+        (["--set", "seed"], "argument --set: invalid assignment value: 'seed'"),
         (["--in-process", "--nproc", "2"], "--in-process is for vLLM on one GPU"),
     ],
 )
