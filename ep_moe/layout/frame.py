@@ -80,6 +80,15 @@ class Counts(NamedTuple):
 Place = Callable[[Frame, Counts], None]  # fills the counts, and ids and weights of the rows that are packed
 
 
+def compact_rows(max_rows: int, num_local_experts: int, alignment: int) -> int:
+    """The rows of a batch in COMPACT: the most that `max_rows` rows can occupy with alignment.
+
+    Example: 10 rows on 3 experts with alignment 4, each of which may leave 3 unused: 10 + 3 * 3 = 19, so 16 rows.
+    """
+    used_experts = min(num_local_experts, max_rows)
+    return (max_rows + used_experts * (alignment - 1)) // alignment * alignment
+
+
 def make_frame(
     rows: TokenRows,
     layout: Layout,
@@ -89,22 +98,17 @@ def make_frame(
     alignment: int = 1,
     max_rows: int | None = None,
 ) -> Frame:
-    """Allocate a batch for `rows`. COMPACT gets the most rows that `max_rows` rows can occupy with alignment.
-
-    Example: 10 rows on 3 experts with alignment 4, each of which may leave 3 unused: 10 + 3 * 3 = 19, so 16 rows.
-
-    Local, no host sync.
-    """
+    """Allocate a batch for `rows`: COMPACT has `compact_rows` of `max_rows`. Local, no host sync."""
     (num_tokens, num_topk), num_values = rows.local_topk_ids.shape, rows.x.shape[1]
     if max_rows is None:
         max_rows = num_tokens * min(num_topk, num_local_experts)
     alignment = alignment if layout is Layout.COMPACT else 1
-    experts, height = 1, num_tokens
-    if layout is Layout.BATCHED:
-        experts, height = num_local_experts, capacity
-    elif layout is Layout.COMPACT:
-        used_experts = min(num_local_experts, max_rows)
-        height = (max_rows + used_experts * (alignment - 1)) // alignment * alignment
+    experts, height = num_local_experts, capacity
+    if layout is not Layout.BATCHED:
+        experts, height = (
+            1,
+            num_tokens if layout is Layout.FLAT else compact_rows(max_rows, num_local_experts, alignment),
+        )
     like: dict[str, Any] = {"device": rows.x.device}
     pooled = layout is Layout.FLAT
     if pooled and rows.x.is_contiguous():

@@ -52,7 +52,7 @@ for name in vllm $engine; do
         cat /tmp/$name.tar.xz.* | tar -xJ -C $all && touch $all/$name.done || exit 9
     fi
 done
-export HOME=/tmp PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=4
+export HOME=/tmp PYTHONUNBUFFERED=1 PYTHONPYCACHEPREFIX=/tmp/pycache HF_HUB_OFFLINE=1 OMP_NUM_THREADS=4
 case $engine in
 vllm) paths=$all/vllm-0.26.0:$all/dependencies ;;
 sglang) paths=$all/sglang-0.5.17:$all/sglang-kernel-0.4.5:$all/dependencies-sglang:$all/dependencies ;;

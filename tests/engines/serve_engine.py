@@ -17,22 +17,24 @@ import faulthandler
 import hashlib
 import importlib
 import json
+import math
+import multiprocessing
 import os
 import random
 import re
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, Protocol
 
 HERE = Path(__file__).parent
-if os.environ.get("EP_MOE_SERVE_STAND_INS"):  # engines start processes that import this file again
+if os.environ.get("EP_MOE_SERVE_STAND_INS"):  # engines may start processes that import this file again
     importlib.import_module(f"serve_{os.environ['EP_MOE_SERVE_STAND_INS']}").stand_ins()
 
 ENGINES = {"vllm": "serve_vllm", "sglang": "serve_sglang"}  # modules beside this file
@@ -44,6 +46,8 @@ TURNS = ("off", "on", "off", "on")
 REQUESTS = (1, 16, 64, 256)
 PROMPT_TOKENS, NEW_TOKENS = 128, 64
 PREFILL = (8, 4096)  # requests and tokens of each, for one new token
+PASSES = 3  # of a setting: the first compiles kernels of its sizes, of the others the faster one is kept
+LOGPROBS = (64, 20)  # prompts, and tokens after each
 MAX_TOKENS = 4096  # of a step
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LOWEST_ID, IDS = 1000, 50_000  # of prompts: every model's vocabulary has them
@@ -77,12 +81,15 @@ class Answer:
 
 
 class Engine(Protocol):
-    """An engine that runs; instead of `stream` it may have `answers`, of all requests in one call."""
+    """An engine that runs; instead of the first two it may have `answers`, of all requests in one call."""
 
     version: str
 
     def stream(self, prompt: list[int], new_tokens: int) -> Any:
         """An asynchronous iterator of new tokens."""
+
+    async def first_logprobs(self, prompt: list[int], count: int) -> dict[int, float]:
+        """The most probable tokens after a prompt, and the logarithms of their probabilities."""
 
     def close(self) -> None:
         """End its processes."""
@@ -153,16 +160,41 @@ def agreement(tokens: Sequence[Sequence[int]], reference: Sequence[Sequence[int]
     }
 
 
+def differences(logprobs: Sequence[Mapping[str, float]], reference: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """How far the log-probabilities of the reference's most probable tokens are from its own: a wrong layer changes
+    them by more than 1, another order of sums by hundredths, which may make another token the most probable one."""
+    far = [
+        abs(value - ours[token])
+        for ours, theirs in zip(logprobs, reference, strict=True)
+        for token, value in sorted(theirs.items(), key=lambda pair: -pair[1])[:2]
+        if token in ours
+    ]
+    return {
+        "logprobs_found": round(len(far) / (2 * len(reference)), 4),
+        "logprob_difference_median": round(statistics.median(far), 4) if far else math.inf,
+        "logprob_difference_max": round(max(far), 4) if far else math.inf,
+    }
+
+
 async def measure(engine: Any, options: argparse.Namespace) -> None:
     """Measure every setting of one turn; lines go to the turn's file as soon as they are there."""
     todo = settings(options)
     for setting in todo:
-        for warm in (True, False):  # the first pass compiles kernels of these sizes
-            began = time.monotonic()
-            found = await answers(engine, setting)
-            print(f"{setting.name} {setting.requests}: {time.monotonic() - began:.2f} s, warm-up {warm}", flush=True)
+        passes = []
+        for _ in range(PASSES):
+            passes.append(figures(setting, await answers(engine, setting)))
+            print(f"{setting.name} {setting.requests}: {passes[-1]['secs']:.2f} s", flush=True)
+        best = min(passes[1:], key=lambda found: found["secs"])
+        equal = len({found["tokens_sha256"] for found in passes}) == 1
         with options.lines.open("a") as file:
-            file.write(json.dumps({"version": engine.version, **figures(setting, found)}) + "\n")
+            file.write(json.dumps({"version": engine.version, **best, "passes_equal": equal}) + "\n")
+    if hasattr(engine, "first_logprobs"):
+        requests, count = LOGPROBS
+        setting = Setting("logprobs", requests, options.prompt_tokens, 1)
+        asked = [engine.first_logprobs(prompt, count) for prompt in setting.prompts()]
+        row = {**dataclasses.asdict(setting), "version": engine.version, "logprobs": await asyncio.gather(*asked)}
+        with options.lines.open("a") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 async def turn(options: argparse.Namespace) -> None:
@@ -183,50 +215,59 @@ async def turn(options: argparse.Namespace) -> None:
         engine.close()
 
 
-def environment(options: argparse.Namespace, plugin: str, entries: Path) -> dict[str, str]:
-    """The variables of a turn: the plug-in is on or off by them alone."""
-    module = importlib.import_module(ENGINES[options.engine])
-    paths = [str(entries), str(HERE), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]
-    switches = {module.SWITCH: "1", "EP_MOE_STRICT": "1"} if plugin == "on" else {}
-    kept = {name: value for name, value in os.environ.items() if name not in (module.SWITCH, "EP_MOE_STRICT")}
-    return {**module.ENVIRON, **kept, **switches, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ":".join(filter(None, paths))}
-
-
 @contextlib.contextmanager
-def _ended(process: "subprocess.Popen[bytes]") -> Iterator[None]:
+def _ended(process: ForkProcess) -> Iterator[None]:
     """Neither the turn nor what it has started lives on."""
     try:
         yield
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        if process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.join()
 
 
-def run_turn(options: argparse.Namespace, arguments: Sequence[str], number: int, work: Path) -> tuple[list[Any], str]:
+def _in_child(options: argparse.Namespace, plugin: str, log: Path) -> None:
+    """A turn, in a session of its own; its output goes to the log, and variables alone put the plug-in on or off."""
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    entries, switch = options.lines.parent / "entries", importlib.import_module(ENGINES[options.engine]).SWITCH
+    for name in (switch, "EP_MOE_STRICT"):
+        os.environ.pop(name, None)
+        if plugin == "on":
+            os.environ[name] = "1"
+    paths = [str(entries), str(HERE), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = ":".join(filter(None, paths))
+    sys.path.insert(0, str(entries))
+    faulthandler.dump_traceback_later(options.timeout_secs, exit=True)
+    asyncio.run(turn(options))
+    sys.stdout.flush()
+
+
+def run_turn(options: argparse.Namespace, number: int, work: Path) -> tuple[list[Any], str]:
     """One turn in a process: its lines, and what is wrong with it, or nothing."""
     plugin = options.turns[number]
-    lines, log = work / f"{number}.jsonl", options.logs / f"{options.engine}-{options.label}-{number}-{plugin}.log"
-    command = [sys.executable, __file__, *arguments, "--lines", str(lines)]
-    environ, wrong = environment(options, plugin, work / "entries"), ""
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, env=environ, stdout=output, stderr=subprocess.STDOUT, cwd=work, start_new_session=True
-        )
-        with _ended(process):
-            try:
-                code = process.wait(options.timeout_secs + ENDS_AFTER_SECS)
-                wrong = f"exit code {code}" if code else ""
-            except subprocess.TimeoutExpired:
-                wrong = f"still ran after {options.timeout_secs + ENDS_AFTER_SECS:.0f} s"
-    text = log.read_text(errors="replace")
+    options.lines = work / f"{number}.jsonl"
+    log = options.logs / f"{options.engine}-{options.label}-{number}-{plugin}.log"
+    process = multiprocessing.get_context("fork").Process(target=_in_child, args=(options, plugin, log))
+    with _ended(process):
+        process.start()
+        process.join(options.timeout_secs + ENDS_AFTER_SECS)
+        code = process.exitcode
+    wrong = f"still ran after {options.timeout_secs + ENDS_AFTER_SECS:.0f} s" if code is None else ""
+    wrong = f"exit code {code}" if code else wrong
+    text = log.read_text(errors="replace") if log.is_file() else ""
     ours = len(OURS.findall(text))
     if not wrong and (ours > 0) != (plugin == "on"):
         wrong = f"the log names {ours} kinds of layers of ep_moe"
     if wrong:
         print(f"turn {number}, plug-in {plugin}: {wrong}; the end of {log}:\n{text[-SHOWN_CHARS:]}", flush=True)
-    found = [json.loads(line) for line in lines.read_text().splitlines()] if lines.is_file() else []
-    return found, wrong
+    lines = options.lines
+    return ([json.loads(line) for line in lines.read_text().splitlines()] if lines.is_file() else []), wrong
 
 
 def report(options: argparse.Namespace, number: int, rows: Sequence[Mapping[str, Any]], first: dict[str, Any]) -> None:
@@ -248,18 +289,25 @@ def report(options: argparse.Namespace, number: int, rows: Sequence[Mapping[str,
             tokens = kept.pop("tokens")
             reference = first.setdefault(f"{row['name']} {row['requests']}", tokens)
             kept |= agreement(tokens, reference)
+        if "logprobs" in kept:
+            logprobs = kept.pop("logprobs")
+            kept |= differences(logprobs, first.setdefault(row["name"], logprobs))
         line = json.dumps({**shared, **kept})
         print(line, flush=True)
         with (options.logs / f"{options.engine}-{options.label}.jsonl").open("a") as file:
             file.write(line + "\n")
 
 
-def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """All turns, one after another; the exit status."""
+def start(options: argparse.Namespace) -> int:
+    """All turns up to the first that fails; the exit status. The engine is imported once, and each turn is forked."""
     import releases
 
+    module = importlib.import_module(ENGINES[options.engine])
+    for name, value in {**module.ENVIRON, "HF_HUB_OFFLINE": "1"}.items():
+        os.environ.setdefault(name, value)
+    module.preload()
     options.logs.mkdir(parents=True, exist_ok=True)
-    ends, failed, first = time.monotonic() + options.budget_secs, 0, dict[str, Any]()
+    ends, first = time.monotonic() + options.budget_secs, dict[str, Any]()
     work = Path(tempfile.mkdtemp(prefix="ep_moe_serve_"))
     try:
         releases.entry_points(work / "entries", PLUGINS)
@@ -267,12 +315,13 @@ def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             if time.monotonic() + options.timeout_secs > ends and number:
                 print(f"turn {number} and those after it: left out, the time ran out", flush=True)
                 return 1
-            rows, wrong = run_turn(options, arguments, number, work)
+            rows, wrong = run_turn(options, number, work)
             report(options, number, rows, first)
-            failed += bool(wrong)
+            if wrong:
+                return 1
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return 1 if failed else 0
+    return 0
 
 
 def assignment(text: str) -> tuple[str, Any]:
@@ -311,7 +360,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--timeout-secs", type=float, default=240.0, help="of a turn")
     parser.add_argument("--budget-secs", type=float, default=560.0, help="no turn begins that might end after it")
     parser.add_argument("--logs", type=Path, default=Path("serve_logs"), help="folder for logs and lines")
-    parser.add_argument("--lines", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     for name in ("nproc", "prompt_tokens", "new_tokens", "max_tokens", "timeout_secs", "budget_secs"):
         if getattr(options, name) <= 0:
@@ -327,13 +375,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str]) -> int:
     """The command line's exit status."""
-    options = parse(arguments)
-    if options.lines is None:
-        return start(options, arguments)
-    faulthandler.dump_traceback_later(options.timeout_secs, exit=True)
-    asyncio.run(turn(options))
-    sys.stdout.flush()
-    return 0
+    return start(parse(arguments))
 
 
 if __name__ == "__main__":

@@ -196,7 +196,7 @@ def _rank() -> int:
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
-def _numba() -> None:
+def stand_in_numba() -> None:
     """vLLM imports it for drafts of n-grams, which nothing here makes; it may refuse the machine's numpy."""
     try:
         importlib.import_module("numba")
@@ -210,7 +210,7 @@ def _numba() -> None:
 
 def register_vllm() -> None:
     """A general plug-in of vLLM: its loader of dummy weights calls `fill`."""
-    _numba()
+    stand_in_numba()
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
     DummyModelLoader.load_weights = lambda self, model, config: fill(model, _rank())

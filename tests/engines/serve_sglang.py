@@ -1,6 +1,7 @@
 """SGLang as `serve_engine` drives it: its `Engine`, which is its server without HTTP."""
 
 import argparse
+import importlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,12 @@ def stand_ins() -> None:
     import time_sglang
 
     time_sglang._without_others()
+
+
+def preload() -> None:
+    """Import SGLang; its schedulers are new interpreters, which import for themselves."""
+    stand_ins()
+    importlib.import_module("sglang.srt.entrypoints.engine")
 
 
 def make(folder: Path, options: argparse.Namespace) -> "Sglang":
@@ -66,6 +73,16 @@ class Sglang:
             tokens, count = list(output["output_ids"]), output["meta_info"]["completion_tokens"]
             yield tokens[seen:] if len(tokens) == count else tokens  # all so far, or those since the last
             seen = count
+
+    async def first_logprobs(self, prompt: list[int], count: int) -> dict[int, float]:
+        """The most probable tokens after a prompt, and the logarithms of their probabilities."""
+        found: Any = await self._engine.async_generate(
+            input_ids=prompt,
+            sampling_params={"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True},
+            return_logprob=True,
+            top_logprobs_num=count,
+        )
+        return {token: value for value, token, _ in found["meta_info"]["output_top_logprobs"][0]}
 
     def close(self) -> None:
         self._engine.shutdown()

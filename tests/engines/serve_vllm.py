@@ -1,6 +1,7 @@
 """vLLM as `serve_engine` drives it: its asynchronous engine, as its server does, or `vllm.LLM` in this process."""
 
 import argparse
+import importlib
 import os
 import time
 from collections.abc import AsyncIterator
@@ -11,10 +12,20 @@ from typing import Any
 ENVIRON = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # vLLM's default; what was imported need not be again
     "VLLM_DEEP_GEMM_WARMUP": "skip",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it imports FlashInfer whether or not it is there
 }
 SWITCH = "EP_MOE_VLLM"
+
+
+def preload() -> None:
+    """Import what each process of vLLM imports."""
+    import serve_models
+
+    serve_models.stand_in_numba()
+    for name in ("v1.engine.async_llm", "v1.worker.gpu_worker", "model_executor.warmup.kernel_warmup"):
+        importlib.import_module(f"vllm.{name}")
 
 
 def make(folder: Path, options: argparse.Namespace) -> "Vllm | InProcess":
@@ -63,22 +74,27 @@ class Vllm:
         self.version, self._sent = vllm.__version__, 0
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments(folder, options), disable_log_stats=True))
 
-    async def stream(self, prompt: list[int], new_tokens: int) -> AsyncIterator[list[int]]:
-        """Greedy tokens, as they come."""
+    def _ask(self, prompt: list[int], **sampling: Any) -> AsyncIterator[Any]:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        sampling = SamplingParams(
-            temperature=0.0,
-            max_tokens=new_tokens,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
+        greedy = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, "output_kind": RequestOutputKind.DELTA}
         self._sent += 1
-        found = self._engine.generate({"prompt_token_ids": prompt}, sampling, request_id=str(self._sent))
-        async for output in found:
+        asked = {"prompt_token_ids": prompt}
+        return self._engine.generate(asked, SamplingParams(**greedy, **sampling), request_id=str(self._sent))
+
+    async def stream(self, prompt: list[int], new_tokens: int) -> AsyncIterator[list[int]]:
+        """Greedy tokens, as they come."""
+        async for output in self._ask(prompt, max_tokens=new_tokens):
             yield list(output.outputs[0].token_ids)
+
+    async def first_logprobs(self, prompt: list[int], count: int) -> dict[int, float]:
+        """The most probable tokens after a prompt, and the logarithms of their probabilities."""
+        found: dict[int, float] = {}
+        async for output in self._ask(prompt, max_tokens=1, logprobs=count):
+            for one in output.outputs[0].logprobs or []:
+                found |= {token: value.logprob for token, value in one.items()}
+        return found
 
     def close(self) -> None:
         self._engine.shutdown()

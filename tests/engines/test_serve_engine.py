@@ -1,9 +1,12 @@
 """The program that runs engines whole, with an engine that is a stand-in: what it asks, measures and compares."""
 
 import asyncio
+import importlib.metadata
 import json
-from collections.abc import AsyncIterator
+import os
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import releases
@@ -88,44 +91,82 @@ def test_tokens_are_compared_with_the_first_turn(tmp_path: Path, capsys: pytest.
     }
 
 
-STAND_IN = """
-import json, os, sys
-from importlib.metadata import entry_points
-names = sorted(point.name for point in entry_points(group="vllm.general_plugins"))
-lines = sys.argv[sys.argv.index("--lines") + 1]
-open(lines, "a").write(json.dumps({"switch": os.environ.get("EP_MOE_VLLM"), "names": names}) + "\\n")
-if os.environ.get("EP_MOE_VLLM") == "1" and os.environ.get("IGNORED") != "1":
-    print("ep_moe runs model.layers.0.mlp.experts and layers like it")
-"""
+async def stand_in_turn(found: serve_engine.argparse.Namespace) -> None:
+    names = sorted(point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins"))
+    found.lines.write_text(json.dumps({"switch": os.environ.get("EP_MOE_VLLM"), "names": names}) + "\n")
+    if os.environ.get("EP_MOE_VLLM") == "1" and os.environ.get("IGNORED") != "1":
+        print("ep_moe runs model.layers.0.mlp.experts and layers like it")
+
+
+async def endless_turn(found: serve_engine.argparse.Namespace) -> None:
+    await asyncio.sleep(600)
+
+
+async def failing_turn(found: serve_engine.argparse.Namespace) -> None:
+    raise ValueError("no such model")
+
+
+@pytest.fixture
+def without_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_vllm, "ENVIRON", {})
+    monkeypatch.setattr(serve_vllm, "preload", lambda: None)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
 @pytest.mark.parametrize("ignored", ["0", "1"])
 def test_turns_differ_by_the_plug_in_which_must_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ignored: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    ignored: str,
+    without_engine: None,
 ) -> None:
-    script = tmp_path / "turn.py"
-    script.write_text(STAND_IN)
-    monkeypatch.setattr(serve_engine, "__file__", str(script))
+    monkeypatch.setattr(serve_engine, "turn", stand_in_turn)
     monkeypatch.setenv("IGNORED", ignored)
     monkeypatch.setenv("EP_MOE_VLLM", "1")  # of the caller: turns without the plug-in do not see it
     words = ["--engine", "vllm", "--turns", "off", "on", "--logs", str(tmp_path / "logs")]
     assert serve_engine.main(words) == int(ignored)
-    out = capsys.readouterr().out
+    out = capfd.readouterr().out
     rows = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     assert [row["switch"] for row in rows] == [None, "1"]
     assert all({"ep_moe", "ep_moe_serve"} <= set(row["names"]) for row in rows)
     assert ("turn 1, plug-in on: the log names 0 kinds of layers of ep_moe" in out) == (ignored == "1")
 
 
-def test_a_turn_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = tmp_path / "turn.py"
-    script.write_text("import time\ntime.sleep(600)\n")
-    monkeypatch.setattr(serve_engine, "__file__", str(script))
-    monkeypatch.setattr(serve_engine, "ENDS_AFTER_SECS", 0.5)
-    found = options(tmp_path, "--timeout-secs", "0.5")
-    found.logs.mkdir()
-    rows, wrong = serve_engine.run_turn(found, [], 0, tmp_path)
-    assert (rows, wrong) == ([], "still ran after 1 s")
+@pytest.mark.parametrize(
+    ("turn", "wrong"), [(endless_turn, "still ran after 1 s"), (failing_turn, "exit code 1"), (stand_in_turn, "")]
+)
+def test_a_turn_that_fails_or_does_not_end_is_the_last(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    without_engine: None,
+    turn: Callable[..., Any],
+    wrong: str,
+) -> None:
+    monkeypatch.setattr(serve_engine, "turn", turn)
+    monkeypatch.setattr(serve_engine, "ENDS_AFTER_SECS", -0.5)
+    words = ["--engine", "vllm", "--turns", "off", "off", "--timeout-secs", "1.5" if wrong else "20"]
+    assert serve_engine.main([*words, "--logs", str(tmp_path / "logs")]) == int(bool(wrong))
+    out = capfd.readouterr().out
+    assert (f"turn 0, plug-in off: {wrong}" in out) == bool(wrong)
+    assert ("no such model" in out) == (turn is failing_turn)
+    assert len(list((tmp_path / "logs").glob("*.log"))) == (1 if wrong else 2)
+
+
+def test_logprobs_are_compared_with_the_first_turn() -> None:
+    reference = [{"1": -1.0, "2": -1.5, "3": -9.0}, {"4": -2.0, "5": -2.25}]
+    assert serve_engine.differences(reference, reference) == {
+        "logprobs_found": 1.0,
+        "logprob_difference_median": 0.0,
+        "logprob_difference_max": 0.0,
+    }
+    moved = [{"1": -1.1, "2": -1.8, "3": -1.0}, {"4": -2.0, "6": -2.0}]
+    assert serve_engine.differences(moved, reference) == {
+        "logprobs_found": 0.75,
+        "logprob_difference_median": 0.1,
+        "logprob_difference_max": 0.3,
+    }
 
 
 def test_configs_are_written_with_fewer_layers(tmp_path: Path) -> None:

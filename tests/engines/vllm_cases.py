@@ -26,10 +26,11 @@ from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CO
 from vllm.model_executor.layers.fused_moe.experts.fused_batched_moe import NaiveBatchedExperts
 from vllm.model_executor.layers.fused_moe.prepare_finalize.batched import BatchedPrepareAndFinalize
 from vllm.model_executor.model_loader import get_model_loader
-from vllm.v1.worker import ubatching
+from vllm.v1.worker import ubatching, workspace
 from vllm_twins import DEVICE
 
 from ep_moe.config import Layout
+from ep_moe.engines.vllm import method
 from ep_moe.engines.vllm.eligibility import kind_of_layer
 from ep_moe.engines.vllm.experts import EpMoeBatchedExperts
 from ep_moe.engines.vllm.hooks import NEEDS
@@ -64,6 +65,20 @@ def faults_are_seen(made: Any) -> None:
 
     losing = mock.patch.object(EpMoePrepareAndFinalize, "_rows", without_first)
     engine_cases.faults_are_seen(made, losing)
+
+
+def workspace_is_locked(made: Any, most: int) -> None:
+    """vLLM runs its largest step first, then allocates no workspace any more: smaller steps have no more rows."""
+    with mock.patch.object(method, "SMALL_STEP", most // 2):  # some are packed, others not
+        for layout in (None, *Layout):
+            workspace.reset_workspace_manager()
+            workspace.init_workspace_manager(torch.device(DEVICE))
+            made.use(layout)
+            call(made, rows_of(made, made.rank, most))
+            workspace.lock_workspace()
+            for counts in [[rows] * made.dp for rows in range(1, most, 3)] + [[most] + [1] * (made.dp - 1)]:
+                call(made, rows_of(made, made.rank, counts[made.rank]), counts)
+    workspace.unlock_workspace()
 
 
 def halves_in_order(made: Any) -> None:

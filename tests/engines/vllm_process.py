@@ -142,6 +142,7 @@ def qwen3_moe() -> None:
         for case in (cases.faults_are_seen, cases.parameters_stay, cases.ranks_without_rows, cases.two_slots):
             attempt(case, made)
         attempt(cases.bad_input, made, MAX_TOKENS)
+        attempt(cases.workspace_is_locked, made, MAX_TOKENS)
         if WORLD == 1:
             attempt(cases.crossed, made)
             attempt(cases.hooks_are_checked)

@@ -417,6 +417,33 @@ def test_constants_in_groups_are_what_the_compiler_needs() -> None:
     assert launch.run is None
 
 
+def test_others_hooks_of_compilations_do_not_fail_on_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+    import triton.language as tl
+    from compile_check.stub import compile_only
+
+    from ep_moe.kernel_launch.kernel import Kernel
+
+    @triton.jit
+    def kernel(x_ptr, sizes: tl.constexpr):
+        tl.store(x_ptr, sizes.rows)
+
+    @triton.jit
+    def plain(x_ptr, size: tl.constexpr):
+        tl.store(x_ptr, size)
+
+    seen = list[Any]()
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **call: seen.append(call["fn"].name))
+    monkeypatch.setattr(triton.runtime.driver, "_active", None)  # restored afterwards
+    with compile_only(90) as recorder:
+        launch = Kernel(kernel, 1, constants={"sizes": Sizes(3, "a")}, device=torch.device("cpu"))
+        launch.through_triton((torch.zeros(1),))
+        plain.warmup(torch.zeros(1), 3, grid=(1,), enable_fp_fusion=True)
+    assert (recorder.failures, len(recorder.launches)) == ([], 2)
+    assert len(seen) == 1
+    assert "plain" in seen[0]
+
+
 def test_numbers_in_tuples_are_not_specialized(monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
     import triton.language as tl

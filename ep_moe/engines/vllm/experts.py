@@ -35,10 +35,14 @@ class EpMoeExperts(mk.FusedMoEExpertsModular):
         self._experts: Experts | None = None
         self._weights: ExpertWeights | None = None
         self._made_of: tuple[object, ...] = ()
+        self._most_rows = 0
 
-    def bind(self, weights: ExpertWeights, experts: Experts) -> None:
-        """Compute these weights, whatever w1 and w2 a call passes. Local."""
-        self._weights, self._experts, self._made_of = weights, experts, ()
+    def bind(self, weights: ExpertWeights, experts: Experts, most_rows: int = 0) -> None:
+        """Compute these weights, whatever w1 and w2 a call passes. Local.
+
+        Args: most_rows: rows of the largest output of any step.
+        """
+        self._weights, self._experts, self._made_of, self._most_rows = weights, experts, (), most_rows
 
     _supports_current_device = _supports_no_act_and_mul = staticmethod(lambda: True)
 
@@ -71,13 +75,14 @@ class EpMoeExperts(mk.FusedMoEExpertsModular):
         return w1.shape[0], a1.shape[-2], w1.shape[1], a1.shape[-1], topk_ids.shape[1]
 
     def workspace_shapes(self, *sizes: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """No workspaces, and the shape of the output.
+        """No workspaces but for memory that the output shares: of the largest step, as vLLM allocates none while it
+        serves, and a step of fewer tokens may have more rows. The third is the output's own shape.
 
         Args: sizes: M, N, K, topk, global_num_experts, local_num_experts, expert_tokens_meta, activation.
         """
         rows, _, hidden, _, _, num_local_experts, metadata, _ = sizes
         if isinstance(metadata, BatchMetadata) and metadata.batch is not None:
-            return (0,), (0,), metadata.batch.output_shape
+            return (self._most_rows * hidden,), (0,), metadata.batch.output_shape
         return (0,), (0,), (num_local_experts, rows, hidden)
 
     def apply(self, **call: Any) -> None:

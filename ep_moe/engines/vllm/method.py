@@ -18,8 +18,9 @@ from ep_moe.engines.vllm.prepare_finalize import EpMoePrepareAndFinalize, RoundO
 from ep_moe.engines.vllm.step import in_micro_batch, share_of, tokens_of_ranks
 from ep_moe.group import PeerLostError
 from ep_moe.layer import ExpertParallelMoE
+from ep_moe.layout.frame import compact_rows
 
-SMALL_STEP = 1024  # tokens of all ranks up to which "auto" packs rows (COMPACT) instead of gathering them (FLAT)
+SMALL_STEP = 1024  # tokens of all ranks, each of which may have the most of any, up to which "auto" packs rows (COMPACT) instead of gathering them (FLAT)
 _HALVES = ((False, False), (False, True))  # shared experts run between the halves of a combine
 _HALVES_OF_MICRO_BATCHES = ((True, True),)
 
@@ -99,7 +100,22 @@ class LayerMethod(EngineLayer):
         """The layout of this step; ranks may differ."""
         if len(self.layouts) == 1:
             return self.layouts[0]
-        return Layout.COMPACT if tokens_of_ranks(num_rows)[1] <= SMALL_STEP else Layout.FLAT
+        return Layout.COMPACT if self._sent(tokens_of_ranks(num_rows)[0]) <= SMALL_STEP else Layout.FLAT
+
+    def _sent(self, num_tokens: int) -> int:
+        """The most rows of all ranks if a rank has this many tokens before they are shared."""
+        return self.group.num_ranks * self.share.most(num_tokens)
+
+    def _most_output_rows(self, moe_layer: ExpertParallelMoE) -> int:
+        """The rows of the largest output of any step: vLLM allocates no more once it serves."""
+        config, kind = moe_layer.transport.config, self.kind
+        sent, num_local = self.group.num_ranks * config.max_tokens_per_rank, moe_layer.weights.num_local_experts
+        rows = {Layout.FLAT: sent, Layout.BATCHED: sent * num_local}
+        if Layout.COMPACT in self.layouts:
+            tokens = min(sent, SMALL_STEP) if Layout.FLAT in self.layouts else sent
+            most = tokens * min(kind.num_topk, num_local)
+            rows[Layout.COMPACT] = compact_rows(most, num_local, config.row_alignment)
+        return max(rows[layout] for layout in self.layouts)
 
     def _kernel(self, moe_layer: ExpertParallelMoE) -> mk.FusedMoEKernel:
         """vLLM's kernel of our prepare/finalize and experts."""
@@ -119,7 +135,7 @@ class LayerMethod(EngineLayer):
             )
         else:
             experts = EpMoeStandardExperts(self._moe, FUSED_MOE_UNQUANTIZED_CONFIG)
-        experts.bind(moe_layer.weights, moe_layer.experts)
+        experts.bind(moe_layer.weights, moe_layer.experts, self._most_output_rows(moe_layer))
         return mk.FusedMoEKernel(EpMoePrepareAndFinalize(transport, options), experts)
 
 
