@@ -30,7 +30,6 @@ from vllm.v1.worker import ubatching, workspace
 from vllm_twins import DEVICE
 
 from ep_moe.config import Layout
-from ep_moe.engines.vllm import method
 from ep_moe.engines.vllm.eligibility import kind_of_layer
 from ep_moe.engines.vllm.experts import EpMoeBatchedExperts
 from ep_moe.engines.vllm.hooks import NEEDS
@@ -69,7 +68,7 @@ def faults_are_seen(made: Any) -> None:
 
 def workspace_is_locked(made: Any, most: int) -> None:
     """vLLM runs its largest step first, then allocates no workspace any more: smaller steps have no more rows."""
-    with mock.patch.object(method, "SMALL_STEP", most // 2):  # some are packed, others not
+    with mock.patch("ep_moe.engines.vllm.method.SMALL_STEP", most // 2):  # some are packed, others not
         for layout in (None, *Layout):
             workspace.reset_workspace_manager()
             workspace.init_workspace_manager(torch.device(DEVICE))

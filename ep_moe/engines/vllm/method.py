@@ -20,7 +20,8 @@ from ep_moe.group import PeerLostError
 from ep_moe.layer import ExpertParallelMoE
 from ep_moe.layout.frame import compact_rows
 
-SMALL_STEP = 1024  # tokens of all ranks, each of which may have the most of any, up to which "auto" packs rows (COMPACT) instead of gathering them (FLAT)
+# tokens of all ranks, if each had as many as any, up to which "auto" packs rows (COMPACT), else gathers them (FLAT)
+SMALL_STEP = 1024
 _HALVES = ((False, False), (False, True))  # shared experts run between the halves of a combine
 _HALVES_OF_MICRO_BATCHES = ((True, True),)
 
