@@ -141,8 +141,8 @@ class Kernel:
 
 @contextlib.contextmanager
 def _without_hooks() -> Iterator[None]:
-    """Triton gives hooks of compilations (vLLM sets one before it serves) a kernel's constants as JSON, and fails (3.6 to
-    3.8) if one is a group of constants: such hooks do not see our kernels."""
+    """Triton gives hooks of compilations (vLLM sets one before it serves) a kernel's constants as JSON, and fails (3.6
+    to 3.8) if one is a group of constants: such hooks do not see our kernels."""
     runtime = triton.knobs.runtime
     hooks = runtime.jit_cache_hook, runtime.jit_post_compile_hook
     runtime.jit_cache_hook = runtime.jit_post_compile_hook = None
