@@ -4,6 +4,7 @@ those that are kernels compute.
 
 import functools
 import logging
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,7 @@ if TYPE_CHECKING:  # it imports Triton
 
 _DEVICES = ("cpu", "cuda")
 _log = logging.getLogger(__name__)
+_in_use = weakref.WeakValueDictionary[tuple[object, ...], Experts]()  # with kernels, by what they are made of
 
 
 @functools.cache
@@ -48,7 +50,10 @@ def kernel_backends(name: str) -> "list[Backend]":
 def create_experts(
     name: str, activation: ActivationConfig, device: torch.device, *, scheme: QuantScheme | None = None
 ) -> Experts:
-    """Build an expert implementation by name; "auto" chooses by the device that holds the weights.
+    """An expert implementation by name; "auto" chooses by the device that holds the weights.
+
+    Kernels are prepared for each shape of a call: layers that compute alike get the same object, so that a model
+    prepares them once.
 
     On a GPU, "auto" is "triton" if its kernels compute `scheme`, else "torch", with one warning for each scheme in
     the log; on a CPU it is "torch". A named one that does not compute `scheme` raises; without `scheme`, the first call
@@ -83,7 +88,11 @@ def create_experts(
     _require_triton(device)
     from ep_moe.experts.kernels import KernelExperts
 
-    return KernelExperts(activation, kernel_backends(name), tiles=tiles_dir())
+    made_of = name, activation, device, tiles_dir()
+    found = _in_use.get(made_of)
+    if found is None:
+        found = _in_use[made_of] = KernelExperts(activation, kernel_backends(name), tiles=tiles_dir())
+    return found
 
 
 def _require_triton(device: torch.device) -> None:

@@ -39,6 +39,7 @@ from ep_moe.experts import ReferenceExperts, column_order, create_experts, exper
 from ep_moe.experts.formats import Between
 from ep_moe.experts.grouped_gemm import CallShape
 from ep_moe.experts.kernels import KernelExperts
+from ep_moe.experts.prepared import PreparedCall
 from ep_moe.experts.prepared_rows import group_loads, inner_order, inner_width
 from ep_moe.experts.requantize import prepare_tile_list
 from ep_moe.experts.tile_tables import default_table, log_once, table_name
@@ -672,6 +673,24 @@ def test_a_table_that_does_not_fit_is_skipped(caplog: pytest.LogCaptureFixture) 
     assert [r.message for r in caplog.records if "other.json: tiles for another GPU are not used" in r.message] == [
         caplog.records[0].message
     ]
+
+
+def test_layers_that_compute_alike_share_what_is_prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    first, case = create_experts("triton", SILU, DEVICE), make_case()
+    assert create_experts("triton", SILU, DEVICE) is first
+    assert create_experts("triton", GPT_OSS, DEVICE) is not first
+    monkeypatch.setenv("EP_MOE_TILES_DIR", str(tmp_path))
+    assert create_experts("triton", SILU, DEVICE) is not first
+    monkeypatch.delenv("EP_MOE_TILES_DIR")
+    batch = case.batch(Layout.COMPACT)
+    doubled = dataclasses.replace(case.weights, w2=case.weights.w2.map(lambda values: 2 * values), w2_bias=None)
+    plain = dataclasses.replace(case.weights, w2_bias=None)
+    prepare = mock.Mock(wraps=PreparedCall)
+    monkeypatch.setattr("ep_moe.experts.kernels.PreparedCall", prepare)
+    used = used_rows(batch)
+    y, twice = (create_experts("triton", SILU, DEVICE)(batch, weights)[used] for weights in (plain, doubled))
+    assert torch.equal(twice, 2 * y)
+    assert prepare.call_count == 1
 
 
 def test_auto_and_names() -> None:

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from compile_check.exchange_cases import make_launchers
 from helpers import layers
 
 from ep_moe.config import GroupConfig, Layout, MoEConfig, TransportConfig
@@ -27,6 +28,7 @@ from ep_moe.transport import create_transport
 from ep_moe.transport.layer_tag import LayerTag
 from ep_moe.transport.one_sided import NvlinkTransport, dispatch_launcher
 from ep_moe.transport.one_sided.dispatch_launcher import DispatchLauncher
+from ep_moe.transport.one_sided.round_plan import RoundPlan, RoundSpec
 from ep_moe.weights import ExpertWeights
 from nvlink.common import on_ranks
 from nvlink.reference import raw
@@ -113,6 +115,28 @@ def same_bits(group: EPGroup) -> list[int]:
 
 def test_the_same_round_has_the_same_bits() -> None:
     assert on_ranks(same_bits) == [[0, 0, 0], [0, 0, 0]]
+
+
+def test_experts_prepare_once_for_all_batches_of_a_size() -> None:
+    plans = make_launchers(
+        TransportConfig(hidden=64, max_tokens_per_rank=4096, max_topk=8), Placement.linear(64, 4)
+    ).plans
+
+    def plan_of(
+        num_tokens: int, layout: Layout = Layout.FLAT, scheme: str = "none", counted: bool = False
+    ) -> RoundPlan:
+        size = plans.size_for(num_tokens)
+        return plans.make(RoundSpec(num_tokens, 8, layout, get_scheme(scheme), False, counted, size))
+
+    first = plan_of(1030)
+    assert first.expected_rows == 1280 * 4 * 8 // 64
+    for alike in (plan_of(1025), plan_of(1280), plan_of(1100, counted=True)):
+        assert alike.signature is first.signature
+        assert alike.expected_rows == first.expected_rows
+    others = [plan_of(1281), plan_of(1030, Layout.COMPACT), plan_of(1030, scheme="fp8_block"), plan_of(17), plan_of(19)]
+    assert len({id(plan.signature) for plan in (first, *others)}) == 6
+    assert [plan.expected_rows for plan in others[-2:]] == [9, 10]  # 17 and 19 tokens bring 8.5 and 9.5
+    assert plan_of(1024).expected_rows == 1024 * 4 * 8 // 64
 
 
 class SameMemory(Workspace):

@@ -46,6 +46,9 @@ BLOCK_TOKENS = 64  # tokens per block, if ids are counted block by block
 _COMPARED = 1024  # (token, expert) pairs that an announcer compares at a time, if it can have 4 experts then
 _FEWEST_TOKENS = 16  # smallest T that kernels are compiled for: with it, fewer tokens take no longer
 _MOST_PLANS = 512
+_EXACT_TOKENS = (
+    128  # of a rank, beyond which experts are told of `batch_sizes` alone: they prepare for each that they see
+)
 SIZE_STEP = 16  # between the smallest batches
 
 
@@ -121,14 +124,14 @@ class RoundPlan:
     new_result: Callable[[], torch.Tensor]  # allocates [T, H]
     in_place: bool  # contiguous inputs are sent as they are: nothing runs before the dispatch kernel
     strides: tuple[int, ...]  # of inputs sent in place: of x, of its scales, of ids and of weights
-    expected_rows: int
+    expected_rows: int  # of a local expert, if the other ranks bring as many tokens
     row: Row
     sending: Sending
     receiving: Receiving
     dispatches: dict[tuple[Any, ...], Kernel] = dataclasses.field(default_factory=dict)
     combines: dict[tuple[Any, ...], Kernel] = dataclasses.field(default_factory=dict)
     received: dict[int, Any] = dataclasses.field(default_factory=dict)  # `Received` by slot
-    signature: object = dataclasses.field(default_factory=object)  # of its batches
+    signature: object  # of its batches, shared by plans whose batches are alike: T varies freely in prefill
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -196,6 +199,7 @@ class RoundPlans:
         self._device, self.most = device, config.max_tokens_per_rank
         self._sizes = batch_sizes(self.most)
         self._plans: dict[tuple[Any, ...], RoundPlan] = {}
+        self._signatures: dict[RoundSpec, object] = {}
         self.last: tuple[Any, RoundPlan | None] = (None, None)
 
     def size_for(self, max_num_tokens: int) -> int:
@@ -245,6 +249,9 @@ class RoundPlans:
         row_units = (config.hidden if fused_quant else row.VALUE_WORDS) // sending.UNIT
         num_threads = programs.num_warps * Device.of(self._device).warp_size
         announcers = min(triton.cdiv(num_physical, sending.EXPERT_BLOCK), programs.announcers)
+        tokens = rows if rows <= _EXACT_TOKENS else self.size_for(rows)
+        expected_rows = max(triton.cdiv(tokens * num_ranks * num_topk, num_physical), 1)
+        alike = spec._replace(num_tokens=expected_rows, quantized=False, counted=False)
         return RoundPlan(
             spec=spec,
             fingerprint=signed_word(row_format.fingerprint(max_num_tokens)),
@@ -256,7 +263,8 @@ class RoundPlans:
             output=((*frame.x.shape[lead:-1], config.hidden), config.dtype, self._device, torch.strided),
             in_place=not sending.IDS_COUNTED and not quantized and bool(fused_quant or not scheme.payload.quantized),
             strides=(row_units, 0, 0, num_topk, num_topk),
-            expected_rows=max(triton.cdiv(rows * num_ranks * num_topk, num_physical), 1),
+            expected_rows=expected_rows,
+            signature=self._signatures.setdefault(alike, object()),
             row=row,
             sending=sending,
             receiving=Receiving(
