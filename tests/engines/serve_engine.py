@@ -22,6 +22,7 @@ import multiprocessing
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import statistics
@@ -31,7 +32,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from ep_moe.report.records import Record
 
 HERE = Path(__file__).parent
 if os.environ.get("EP_MOE_SERVE_STAND_INS"):  # engines may start processes that import this file again
@@ -200,6 +204,9 @@ async def measure(engine: Any, options: argparse.Namespace) -> None:
 async def turn(options: argparse.Namespace) -> None:
     """One turn, in its own process."""
     import serve_models
+    import torch
+
+    from ep_moe.report.records import device_name, versions
 
     module = importlib.import_module(ENGINES[options.engine])
     folder = serve_models.write_model(options.model, options.lines.parent / "model", options.layers)
@@ -213,6 +220,9 @@ async def turn(options: argparse.Namespace) -> None:
         await measure(engine, options)
     finally:
         engine.close()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with options.lines.open("a") as file:
+        file.write(json.dumps({"gpu": device_name(device), "versions": versions(device)}) + "\n")
 
 
 @contextlib.contextmanager
@@ -224,6 +234,7 @@ def _ended(process: ForkProcess) -> Iterator[None]:
         if process.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            process.kill()  # which may have no session of its own yet
             process.join()
 
 
@@ -270,8 +281,11 @@ def run_turn(options: argparse.Namespace, number: int, work: Path) -> tuple[list
     return ([json.loads(line) for line in lines.read_text().splitlines()] if lines.is_file() else []), wrong
 
 
-def report(options: argparse.Namespace, number: int, rows: Sequence[Mapping[str, Any]], first: dict[str, Any]) -> None:
-    """Print a turn's lines; `first` keeps the tokens of the first turn of each setting."""
+def report(
+    options: argparse.Namespace, number: int, rows: Sequence[Mapping[str, Any]], first: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Print a turn's lines, which are returned; `first` keeps the tokens of the first turn of each setting."""
+    shown = []
     shared = {
         "engine": options.engine,
         "model": options.model,
@@ -292,22 +306,81 @@ def report(options: argparse.Namespace, number: int, rows: Sequence[Mapping[str,
         if "logprobs" in kept:
             logprobs = kept.pop("logprobs")
             kept |= differences(logprobs, first.setdefault(row["name"], logprobs))
-        line = json.dumps({**shared, **kept})
+        shown.append({**shared, **kept})
+        line = json.dumps(shown[-1])
         print(line, flush=True)
         with (options.logs / f"{options.engine}-{options.label}.jsonl").open("a") as file:
             file.write(line + "\n")
+    return shown
 
 
-def start(options: argparse.Namespace) -> int:
+def records(options: argparse.Namespace, lines: Sequence[Mapping[str, Any]], command: Sequence[str]) -> "list[Record]":
+    """A row of the bench "engine_serve" for each setting: means of the turns with the plug-in, and of those without."""
+    from serve_models import MODELS
+
+    from ep_moe.report.records import Record, now
+
+    device = next(line for line in lines if "gpu" in line)
+    probabilities = [line for line in lines if line.get("name") == "logprobs" and line["plugin"] == "on"]
+    measured = [line for line in lines if "output_tokens_per_s" in line]
+    found = []
+    for name, requests in dict.fromkeys((line["name"], line["requests"]) for line in measured):
+        rate = "prompt_tokens_per_s" if name == "prefill" else "output_tokens_per_s"
+        sides: dict[str, dict[str, float]] = {}
+        for plugin in ("on", "off"):
+            turns = [
+                one for one in measured if (one["name"], one["requests"], one["plugin"]) == (name, requests, plugin)
+            ]
+            figures = {"tokens_per_sec": [one[rate] for one in turns], "ttft_ms": [one["ttft_ms"] for one in turns]}
+            if name != "prefill":
+                figures["tpot_ms"] = [one["tpot_ms"] for one in turns]
+            figures["first_tokens_share"] = [one["first_tokens_agree"] for one in turns]
+            sides[plugin] = {key: statistics.mean(values) for key, values in figures.items()}
+        ours, own = sides["on"], sides["off"]
+        own["speedup_ratio"] = ours["tokens_per_sec"] / own["tokens_per_sec"]
+        if probabilities:
+            ours["logprob_error"] = max(one["logprob_difference_max"] for one in probabilities)
+            ours["median_logprob_error"] = max(one["logprob_difference_median"] for one in probabilities)
+        one = next(line for line in measured if (line["name"], line["requests"]) == (name, requests))
+        found.append(
+            Record(
+                bench="engine_serve",
+                date=now(),
+                commit=options.commit,
+                gpu=device["gpu"],
+                world_size=options.nproc,
+                versions=device["versions"],
+                command=shlex.join(["python", "tests/engines/serve_engine.py", *command]),
+                sweep=False,
+                shapes={"preset": options.model, "layers": options.layers or MODELS[options.model]["num_hidden_layers"]}
+                | {part: one[part] for part in ("requests", "prompt_tokens", "new_tokens")},
+                setup={
+                    "engine": options.engine,
+                    "engine_version": one["version"],
+                    "ranks": options.ranks if options.nproc > 1 else "one",
+                    "compile": options.compile,
+                    "setting": f"{name}, {requests} requests",
+                    "turns": len(options.turns),
+                },
+                figures=ours,
+                baselines={"own": own},
+            )
+        )
+    return found
+
+
+def start(options: argparse.Namespace, command: Sequence[str]) -> int:
     """All turns up to the first that fails; the exit status. The engine is imported once, and each turn is forked."""
     import releases
+
+    from ep_moe.report.records import append_records
 
     module = importlib.import_module(ENGINES[options.engine])
     for name, value in {**module.ENVIRON, "HF_HUB_OFFLINE": "1"}.items():
         os.environ.setdefault(name, value)
     module.preload()
     options.logs.mkdir(parents=True, exist_ok=True)
-    ends, first = time.monotonic() + options.budget_secs, dict[str, Any]()
+    ends, first, lines = time.monotonic() + options.budget_secs, dict[str, Any](), list[dict[str, Any]]()
     work = Path(tempfile.mkdtemp(prefix="ep_moe_serve_"))
     try:
         releases.entry_points(work / "entries", PLUGINS)
@@ -316,11 +389,13 @@ def start(options: argparse.Namespace) -> int:
                 print(f"turn {number} and those after it: left out, the time ran out", flush=True)
                 return 1
             rows, wrong = run_turn(options, number, work)
-            report(options, number, rows, first)
+            lines += report(options, number, rows, first)
             if wrong:
                 return 1
     finally:
         shutil.rmtree(work, ignore_errors=True)
+    if options.rows:
+        append_records(options.rows, records(options, lines, command))
     return 0
 
 
@@ -360,6 +435,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--timeout-secs", type=float, default=240.0, help="of a turn")
     parser.add_argument("--budget-secs", type=float, default=560.0, help="no turn begins that might end after it")
     parser.add_argument("--logs", type=Path, default=Path("serve_logs"), help="folder for logs and lines")
+    parser.add_argument(
+        "--rows", type=Path, help="file to which rows of the bench engine_serve are added; needs --commit"
+    )
+    parser.add_argument("--commit", default="", help="of the source, for rows")
     options = parser.parse_args(arguments)
     for name in ("nproc", "prompt_tokens", "new_tokens", "max_tokens", "timeout_secs", "budget_secs"):
         if getattr(options, name) <= 0:
@@ -368,6 +447,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--requests ({options.requests}) or --prompt-tokens ({options.prompt_tokens}) do not fit")
     if options.in_process and (options.engine != "vllm" or options.nproc > 1):
         parser.error("--in-process is for vLLM on one GPU")
+    if options.rows and (not options.commit or set(options.turns) != {"off", "on"}):
+        parser.error("--rows needs --commit, and turns with and without the plug-in")
     options.logs = options.logs.resolve()
     options.label = "-".join([options.model, str(options.nproc), *([options.ranks] if options.nproc > 1 else [])])
     return options
@@ -375,7 +456,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str]) -> int:
     """The command line's exit status."""
-    return start(parse(arguments))
+    return start(parse(arguments), arguments)
 
 
 if __name__ == "__main__":

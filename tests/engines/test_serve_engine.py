@@ -169,6 +169,31 @@ def test_logprobs_are_compared_with_the_first_turn() -> None:
     }
 
 
+def test_rows_are_means_of_the_turns_of_each_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--requests", "2", "--turns", "off", "on", "off", "on", "--rows", str(tmp_path / "rows.jsonl")]
+    found, first, lines = options(tmp_path, *words, "--commit", "d18acff"), dict[str, Any](), list[dict[str, Any]]()
+    found.logs.mkdir()
+    seconds = iter((4.0, 1.0, 2.0, 3.0))
+    for turn in range(4):
+        rows: list[dict[str, Any]] = []
+        last = next(seconds)
+        for setting in serve_engine.settings(found):
+            answers = [
+                serve_engine.Answer([turn] * setting.new_tokens, last / 2, last) for _ in range(setting.requests)
+            ]
+            rows.append({"version": "1.0", **serve_engine.figures(setting, answers), "passes_equal": True})
+        rows.append({"name": "logprobs", "logprobs": [{"1": -1.0 - turn}]})
+        lines += serve_engine.report(found, turn, [*rows, {"gpu": "Abacus 9", "versions": {"torch": "2.11"}}], first)
+    decode, prefill = serve_engine.records(found, lines, words)
+    assert decode.setup["setting"] == "decode, 2 requests"
+    assert decode.figures["tokens_per_sec"] == pytest.approx(2 * 64 * (1 / 1 + 1 / 3) / 2, rel=1e-3)
+    assert decode.baselines["own"]["tokens_per_sec"] == pytest.approx(2 * 64 * (1 / 4 + 1 / 2) / 2, rel=1e-3)
+    assert prefill.figures["tokens_per_sec"] == pytest.approx(8 * 4096 * (2 / 1 + 2 / 3) / 2, rel=1e-3)
+    assert (decode.figures["first_tokens_share"], decode.baselines["own"]["first_tokens_share"]) == (0, 0.5)
+    assert (decode.figures["logprob_error"], prefill.shapes["layers"]) == (3, 48)
+    assert decode.gpu == "Abacus 9"
+
+
 def test_configs_are_written_with_fewer_layers(tmp_path: Path) -> None:
     for name in serve_models.MODELS:
         config = json.loads((serve_models.write_model(name, tmp_path / name, 2) / "config.json").read_text())
@@ -243,6 +268,8 @@ def test_ranks_become_options_of_engines(tmp_path: Path, nproc: int, ranks: str)
         (["--requests", "0"], "--requests ([0]) or"),
         (["--set", "seed"], "argument --set: invalid assignment value: 'seed'"),
         (["--in-process", "--nproc", "2"], "--in-process is for vLLM on one GPU"),
+        (["--rows", "rows.jsonl"], "--rows needs --commit, and turns with and without the plug-in"),
+        (["--rows", "rows.jsonl", "--commit", "d18acff", "--turns", "on"], "--rows needs --commit, and turns"),
     ],
 )
 def test_wrong_options_are_refused(
