@@ -71,7 +71,7 @@ class Kernel:
     def compile(self, tensors: Tensors, numbers: Numbers = ()) -> Any:
         """Compile for arguments like these; returns Triton's CompiledKernel, which it keeps. Local."""
         arguments = _unspecialized(self._kernel, (*self._fixed, *tensors, *numbers, *self._settings))
-        with self._on_device(), _without_hooks():
+        with self._on_device(), without_hooks():
             return self._kernel.warmup(*arguments, grid=self._grid, **self._constants, **self._options)
 
     def load(self, tensors: Tensors, numbers: Numbers = ()) -> None:
@@ -120,7 +120,7 @@ class Kernel:
         arguments = (*self._fixed, *tensors, *numbers, *self._settings)
         if self._prepare is not None and self._device.type == "cuda":
             self.load(tensors, numbers)  # of these arguments, which may be specialized otherwise
-        with self._on_device(), _without_hooks():
+        with self._on_device(), without_hooks():
             self._kernel[self._grid](*arguments, **self._constants, **self._options)
 
     def _on_device(self) -> contextlib.AbstractContextManager[None]:
@@ -140,11 +140,14 @@ class Kernel:
 
 
 @contextlib.contextmanager
-def _without_hooks() -> Iterator[None]:
-    """Triton gives hooks of compilations (vLLM sets one before it serves) a kernel's constants as JSON, and fails (3.6
-    to 3.8) if one is a group of constants: such hooks do not see our kernels."""
+def without_hooks() -> Iterator[None]:
+    """Compile unseen by others' hooks of compilations, such as vLLM's while it serves: Triton gives them a kernel's
+    constants as JSON, and fails (3.6 to 3.8) if one is a group of constants."""
     runtime = triton.knobs.runtime
     hooks = runtime.jit_cache_hook, runtime.jit_post_compile_hook
+    if hooks == (None, None):
+        yield
+        return
     runtime.jit_cache_hook = runtime.jit_post_compile_hook = None
     try:
         yield

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import triton
 
-from ep_moe.kernel_launch.kernel import Kernel, Numbers, Tensors
+from ep_moe.kernel_launch.kernel import Kernel, Numbers, Tensors, without_hooks
 from ep_moe.kernels.exchange.combine_send import Results
 from ep_moe.quant import Quantized, QuantScheme, as_bytes, get_scheme
 from ep_moe.routing import Routing
@@ -31,7 +31,8 @@ def warm_up(kinds: tuple[RoundKind, ...], dispatches: DispatchLauncher, combines
         for rows in distinct_sizes(dispatches.context.config.max_tokens_per_rank):
             calls += _kernels_of(kind, rows, dispatches, combines)
     workers = min(_MOST_COMPILERS, os.cpu_count() or 1)
-    with concurrent.futures.ThreadPoolExecutor(workers) as pool, triton.AsyncCompileMode(pool):
+    pool = concurrent.futures.ThreadPoolExecutor(workers)
+    with without_hooks(), pool, triton.AsyncCompileMode(pool):
         for kernel, tensors, numbers in calls:
             kernel.compile(tensors, numbers)
     for kernel, tensors, numbers in calls:
