@@ -32,11 +32,13 @@ from ep_moe.experts.reference import check_fit
 from ep_moe.experts.tile_tables import device_name, log_once
 from ep_moe.experts.tuning import ExpertTiles
 from ep_moe.kernel_launch.allocation import allocator
+from ep_moe.kernel_launch.plan_cache import PlanCache
 from ep_moe.kernels.device import Device
 from ep_moe.layout import ExpertBatch, Flat, weighted_sum
 from ep_moe.weights import ExpertWeights
 
-_MAX_PREPARED = 256  # shapes that one object keeps; captured calls of all batch sizes are fewer
+_MOST_CALLS = 256  # of one layer, by the signatures of batches; captured calls of all batch sizes are fewer
+_MOST_PREPARED = 512  # shapes of calls of all layers that compute alike
 
 
 class RepeatedCall:
@@ -135,7 +137,7 @@ class KernelExperts:
     ) -> None:
         self.activation, self.backends, self.tiles = activation, tuple(backends), tiles
         self.name = self.backends[0].name
-        self._prepared: dict[object, PreparedCall] = {}
+        self._prepared = PlanCache[PreparedCall](_MOST_PREPARED)
         self._known: dict[int, _CallsOfWeights] = {}  # by the weights' id
 
     def __call__(self, batch: ExpertBatch, weights: ExpertWeights, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -193,7 +195,7 @@ class KernelExperts:
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = _CallsOfWeights(weights, functools.partial(_drop, self._known, key))
-        if len(known.calls) >= _MAX_PREPARED:
+        if len(known.calls) >= _MOST_CALLS:
             known.calls.clear()
         call = known.calls[signature] = RepeatedCall(self.prepare(batch, weights), batch, weights)
         return call
@@ -206,10 +208,9 @@ class KernelExperts:
         key = shape, *(tuple((name, each.dtype) for name, each in named.items()) for named in tensors), summed
         found = self._prepared.get(key)
         if found is None:
-            if len(self._prepared) >= _MAX_PREPARED:
-                self._prepared.clear()
             backend, tiles = self.choose_backend(shape)
-            found = self._prepared[key] = PreparedCall(shape, backend, tiles, *map(tuple, tensors), summed=summed)
+            found = PreparedCall(shape, backend, tiles, *map(tuple, tensors), summed=summed)
+            self._prepared.keep(key, found)
         return found
 
     def choose_backend(self, shape: CallShape) -> tuple[Backend, ExpertTiles]:
