@@ -68,8 +68,9 @@ def faults_are_seen(made: Any) -> None:
 
 def workspace_is_locked(made: Any, most: int) -> None:
     """vLLM runs its largest step first, then allocates no workspace any more: smaller steps have no more rows."""
-    with mock.patch("ep_moe.engines.vllm.method.SMALL_STEP", most // 2):  # some are packed, others not
-        for layout in (None, *Layout):
+    with mock.patch("ep_moe.engines.vllm.method.SMALL_STEP", most // 2), contextlib.ExitStack() as stack:
+        stack.callback(workspace.unlock_workspace)
+        for layout in (None, *Layout):  # of the first one some steps are packed, others not
             workspace.reset_workspace_manager()
             workspace.init_workspace_manager(torch.device(DEVICE))
             made.use(layout)
@@ -77,7 +78,6 @@ def workspace_is_locked(made: Any, most: int) -> None:
             workspace.lock_workspace()
             for counts in [[rows] * made.dp for rows in range(1, most, 3)] + [[most] + [1] * (made.dp - 1)]:
                 call(made, rows_of(made, made.rank, counts[made.rank]), counts)
-    workspace.unlock_workspace()
 
 
 def halves_in_order(made: Any) -> None:
