@@ -103,12 +103,11 @@ def make_frame(
     if max_rows is None:
         max_rows = num_tokens * min(num_topk, num_local_experts)
     alignment = alignment if layout is Layout.COMPACT else 1
-    experts, height = num_local_experts, capacity
-    if layout is not Layout.BATCHED:
-        experts, height = (
-            1,
-            num_tokens if layout is Layout.FLAT else compact_rows(max_rows, num_local_experts, alignment),
-        )
+    experts, height = 1, num_tokens
+    if layout is Layout.BATCHED:
+        experts, height = num_local_experts, capacity
+    elif layout is Layout.COMPACT:
+        height = compact_rows(max_rows, num_local_experts, alignment)
     like: dict[str, Any] = {"device": rows.x.device}
     pooled = layout is Layout.FLAT
     if pooled and rows.x.is_contiguous():

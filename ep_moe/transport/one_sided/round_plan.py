@@ -46,9 +46,7 @@ BLOCK_TOKENS = 64  # tokens per block, if ids are counted block by block
 _COMPARED = 1024  # (token, expert) pairs that an announcer compares at a time, if it can have 4 experts then
 _FEWEST_TOKENS = 16  # smallest T that kernels are compiled for: with it, fewer tokens take no longer
 _MOST_PLANS = 512
-_EXACT_TOKENS = (
-    128  # of a rank, beyond which experts are told of `batch_sizes` alone: they prepare for each that they see
-)
+_EXACT_TOKENS = 128  # T beyond which experts are told of `batch_sizes` alone: they prepare for each that they see
 SIZE_STEP = 16  # between the smallest batches
 
 
