@@ -26,6 +26,7 @@ import shlex
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -204,9 +205,6 @@ async def measure(engine: Any, options: argparse.Namespace) -> None:
 async def turn(options: argparse.Namespace) -> None:
     """One turn, in its own process."""
     import serve_models
-    import torch
-
-    from ep_moe.report.records import device_name, versions
 
     module = importlib.import_module(ENGINES[options.engine])
     folder = serve_models.write_model(options.model, options.lines.parent / "model", options.layers)
@@ -220,9 +218,6 @@ async def turn(options: argparse.Namespace) -> None:
         await measure(engine, options)
     finally:
         engine.close()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with options.lines.open("a") as file:
-        file.write(json.dumps({"gpu": device_name(device), "versions": versions(device)}) + "\n")
 
 
 @contextlib.contextmanager
@@ -314,13 +309,30 @@ def report(
     return shown
 
 
-def records(options: argparse.Namespace, lines: Sequence[Mapping[str, Any]], command: Sequence[str]) -> "list[Record]":
+def machine() -> dict[str, Any]:
+    """The GPU and the versions that rows name, from another process: engines may not fork one that has used CUDA."""
+    words = """import json, torch
+from ep_moe.report.records import device_name, versions
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+print(json.dumps({"gpu": device_name(device), "versions": versions(device)}))"""
+    paths = ":".join(filter(None, [str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]))
+    command = [sys.executable, "-c", words]
+    found = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, check=True, capture_output=True, text=True)
+    return dict(json.loads(found.stdout.splitlines()[-1]))
+
+
+def records(
+    options: argparse.Namespace,
+    lines: Sequence[Mapping[str, Any]],
+    command: Sequence[str],
+    gpu: str,
+    versions: dict[str, str | None],
+) -> "list[Record]":
     """A row of the bench "engine_serve" for each setting: means of the turns with the plug-in, and of those without."""
     from serve_models import MODELS
 
     from ep_moe.report.records import Record, now
 
-    device = next(line for line in lines if "gpu" in line)
     probabilities = [line for line in lines if line.get("name") == "logprobs" and line["plugin"] == "on"]
     measured = [line for line in lines if "output_tokens_per_s" in line]
     found = []
@@ -347,9 +359,9 @@ def records(options: argparse.Namespace, lines: Sequence[Mapping[str, Any]], com
                 bench="engine_serve",
                 date=now(),
                 commit=options.commit,
-                gpu=device["gpu"],
+                gpu=gpu,
                 world_size=options.nproc,
-                versions=device["versions"],
+                versions=versions,
                 command=shlex.join(["python", "tests/engines/serve_engine.py", *command]),
                 sweep=False,
                 shapes={"preset": options.model, "layers": options.layers or MODELS[options.model]["num_hidden_layers"]}
@@ -395,7 +407,7 @@ def start(options: argparse.Namespace, command: Sequence[str]) -> int:
     finally:
         shutil.rmtree(work, ignore_errors=True)
     if options.rows:
-        append_records(options.rows, records(options, lines, command))
+        append_records(options.rows, records(options, lines, command, **machine()))
     return 0
 
 
