@@ -17,7 +17,6 @@ import faulthandler
 import hashlib
 import importlib
 import json
-import math
 import multiprocessing
 import os
 import random
@@ -166,25 +165,25 @@ def agreement(tokens: Sequence[Sequence[int]], reference: Sequence[Sequence[int]
 
 
 def differences(logprobs: Sequence[Mapping[str, float]], reference: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """How far the log-probabilities of the reference's most probable tokens are from its own: a wrong layer changes
-    them by more than 1, another order of sums by hundredths, which may make another token the most probable one."""
-    far = [
-        abs(value - ours[token])
+    """How far the log-probabilities of the reference's two most probable tokens are from its own: a wrong layer changes
+    them by more than 1, another order of sums by hundredths, which may make another token the most probable one. A
+    token that is missing counts as probable as the least one that is there."""
+    pairs = [
+        (ours, token, value)
         for ours, theirs in zip(logprobs, reference, strict=True)
         for token, value in sorted(theirs.items(), key=lambda pair: -pair[1])[:2]
-        if token in ours
     ]
+    far = [abs(value - ours.get(token, min(ours.values()))) for ours, token, value in pairs]
     return {
-        "logprobs_found": round(len(far) / (2 * len(reference)), 4),
-        "logprob_difference_median": round(statistics.median(far), 4) if far else math.inf,
-        "logprob_difference_max": round(max(far), 4) if far else math.inf,
+        "logprobs_found": round(statistics.mean(token in ours for ours, token, _ in pairs), 4),
+        "logprob_difference_median": round(statistics.median(far), 4),
+        "logprob_difference_max": round(max(far), 4),
     }
 
 
 async def measure(engine: Any, options: argparse.Namespace) -> None:
     """Measure every setting of one turn; lines go to the turn's file as soon as they are there."""
-    todo = settings(options)
-    for setting in todo:
+    for setting in settings(options):
         passes = []
         for _ in range(PASSES):
             passes.append(figures(setting, await answers(engine, setting)))
@@ -236,6 +235,7 @@ def _ended(process: ForkProcess) -> Iterator[None]:
 def _in_child(options: argparse.Namespace, plugin: str, log: Path) -> None:
     """A turn, in a session of its own; its output goes to the log, and variables alone put the plug-in on or off."""
     os.setsid()
+    os.chdir(options.lines.parent)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
@@ -406,8 +406,8 @@ def start(options: argparse.Namespace, command: Sequence[str]) -> int:
                 return 1
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    if options.rows:
-        append_records(options.rows, records(options, lines, command, **machine()))
+    if options.append:
+        append_records(options.append, records(options, lines, command, **machine()))
     return 0
 
 
@@ -422,6 +422,8 @@ def assignment(text: str) -> tuple[str, Any]:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options. Errors: SystemExit with what is wrong."""
     from serve_models import MODELS
+
+    from ep_moe.report.records import RowsFile, check_writable
 
     parser = argparse.ArgumentParser(description="Runs an engine whole, with and without ep_moe in turn.")
     parser.add_argument("--engine", choices=ENGINES, required=True)
@@ -447,10 +449,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--timeout-secs", type=float, default=240.0, help="of a turn")
     parser.add_argument("--budget-secs", type=float, default=560.0, help="no turn begins that might end after it")
     parser.add_argument("--logs", type=Path, default=Path("serve_logs"), help="folder for logs and lines")
-    parser.add_argument(
-        "--rows", type=Path, help="file to which rows of the bench engine_serve are added; needs --commit"
-    )
-    parser.add_argument("--commit", default="", help="of the source, for rows")
+    parser.add_argument("--append", type=Path, help="add the rows to this .jsonl file; needs --commit")
+    parser.add_argument("--commit", default="", help="commit that is measured; needs --append")
     options = parser.parse_args(arguments)
     for name in ("nproc", "prompt_tokens", "new_tokens", "max_tokens", "timeout_secs", "budget_secs"):
         if getattr(options, name) <= 0:
@@ -459,8 +459,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--requests ({options.requests}) or --prompt-tokens ({options.prompt_tokens}) do not fit")
     if options.in_process and (options.engine != "vllm" or options.nproc > 1):
         parser.error("--in-process is for vLLM on one GPU")
-    if options.rows and (not options.commit or set(options.turns) != {"off", "on"}):
-        parser.error("--rows needs --commit, and turns with and without the plug-in")
+    if options.append and set(options.turns) != {"off", "on"}:
+        parser.error(f"--append needs --turns ({' '.join(options.turns)}) with and without the plug-in")
+    try:
+        RowsFile(append=options.append, commit=options.commit)
+        if options.append:
+            check_writable(options.append, "append")
+    except ValueError as error:
+        parser.error(str(error))
     options.logs = options.logs.resolve()
     options.label = "-".join([options.model, str(options.nproc), *([options.ranks] if options.nproc > 1 else [])])
     return options

@@ -164,13 +164,13 @@ def test_logprobs_are_compared_with_the_first_turn() -> None:
     moved = [{"1": -1.1, "2": -1.8, "3": -1.0}, {"4": -2.0, "6": -2.0}]
     assert serve_engine.differences(moved, reference) == {
         "logprobs_found": 0.75,
-        "logprob_difference_median": 0.1,
+        "logprob_difference_median": 0.175,
         "logprob_difference_max": 0.3,
     }
 
 
 def test_rows_are_means_of_the_turns_of_each_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["--requests", "2", "--turns", "off", "on", "off", "on", "--rows", str(tmp_path / "rows.jsonl")]
+    words = ["--requests", "2", "--turns", "off", "on", "off", "on", "--append", str(tmp_path / "rows.jsonl")]
     found, first, lines = options(tmp_path, *words, "--commit", "d18acff"), dict[str, Any](), list[dict[str, Any]]()
     found.logs.mkdir()
     seconds = iter((4.0, 1.0, 2.0, 3.0))
@@ -268,8 +268,11 @@ def test_ranks_become_options_of_engines(tmp_path: Path, nproc: int, ranks: str)
         (["--requests", "0"], "--requests ([0]) or"),
         (["--set", "seed"], "argument --set: invalid assignment value: 'seed'"),
         (["--in-process", "--nproc", "2"], "--in-process is for vLLM on one GPU"),
-        (["--rows", "rows.jsonl"], "--rows needs --commit, and turns with and without the plug-in"),
-        (["--rows", "rows.jsonl", "--commit", "d18acff", "--turns", "on"], "--rows needs --commit, and turns"),
+        (["--append", "rows.jsonl"], "append needs --commit"),
+        (["--append", "rows.jsonl", "--commit", "main"], "commit ('main') is not 7 to 40 hex digits"),
+        (["--append", "rows.txt", "--commit", "d18acff"], "append ('rows.txt') must end in .jsonl"),
+        (["--append", "/proc/rows.jsonl", "--commit", "d18acff"], "append ('/proc/rows.jsonl') cannot be written"),
+        (["--append", "rows.jsonl", "--commit", "d18acff", "--turns", "on"], "--append needs --turns (on) with and"),
     ],
 )
 def test_wrong_options_are_refused(
