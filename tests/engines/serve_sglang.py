@@ -1,7 +1,6 @@
 """SGLang as `serve_engine` drives it: its `Engine`, which is its server without HTTP."""
 
 import argparse
-import importlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,7 @@ def stand_ins() -> None:
 
 
 def preload() -> None:
-    """Import SGLang; its schedulers are new interpreters, which import for themselves."""
-    stand_ins()
-    importlib.import_module("sglang.srt.entrypoints.engine")
+    """Nothing: SGLang's modules use CUDA when they are imported, and turns are forked."""
 
 
 def make(folder: Path, options: argparse.Namespace) -> "Sglang":
@@ -59,6 +56,7 @@ class Sglang:
     """The engine of `serve_engine`."""
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+        stand_ins()
         import sglang
 
         self.version = sglang.__version__

@@ -31,7 +31,7 @@ from typing import Any, Protocol
 import torch
 
 from ep_moe.bench.harness import largest_of_ranks
-from ep_moe.config import MoEConfig
+from ep_moe.config import ActivationConfig, ActivationKind, MoEConfig
 from ep_moe.group import EPGroup
 from ep_moe.profiling.kernels import profile_kernels
 from ep_moe.profiling.timing import GRAPH_WARMUP, Captured, slowest, spread, time_calls
@@ -64,19 +64,25 @@ class Case:
     num_experts: Mapping[int, int]
     num_topk: int
     scheme: str
+    gpt_oss: bool = False  # biases, clamps, and rows of gate and up in turn
 
     @property
     def limit(self) -> str:
         """The name of its limits."""
-        return "bfloat16" if self.scheme == "none" else "fp8"
+        return "fp8" if self.scheme == "fp8_block" else "bfloat16"
 
     def moe(self, world: int) -> MoEConfig:
         """The layer as the oracle knows it."""
         return MoEConfig(
-            hidden=self.hidden, intermediate=self.intermediate, num_experts=self.num_experts[world], scheme=self.scheme
+            hidden=self.hidden,
+            intermediate=self.intermediate,
+            num_experts=self.num_experts[world],
+            scheme=self.scheme,
+            activation=GPT_OSS if self.gpt_oss else ActivationConfig(),
         )
 
 
+GPT_OSS = ActivationConfig(kind=ActivationKind.SWIGLU, alpha=1.702, beta=1.0, limit=7.0)  # of its model card
 CASES = {
     "fp8": Case(
         preset="deepseek-v3",
@@ -88,6 +94,15 @@ CASES = {
     ),
     "bf16": Case(
         preset="qwen3-30b", hidden=2048, intermediate=768, num_experts={1: 128, 2: 128}, num_topk=8, scheme="none"
+    ),
+    "mxfp4": Case(
+        preset="gpt-oss-20b",
+        hidden=2880,
+        intermediate=2880,
+        num_experts={1: 32, 2: 32},
+        num_topk=4,
+        scheme="mxfp4_w4a16",
+        gpt_oss=True,
     ),
 }
 
@@ -124,12 +139,16 @@ class Engine(Protocol):
         """The engine's own context of a capture, and its stream."""
 
 
-def fill(weights: ExpertWeights, layer: Any) -> None:
+def fill(weights: ExpertWeights, case: Case, layer: Any) -> None:
     """Copy weights into the parameters of an engine's layer, as its loader leaves them. Local."""
-    for name, matrix in (("w13", weights.w13), ("w2", weights.w2)):
-        getattr(layer, f"{name}_weight").data.copy_(matrix.values)
-        if matrix.scale is not None:
-            getattr(layer, f"{name}_weight_scale_inv").data.copy_(matrix.scale)
+    scale = "weight_scale" if case.gpt_oss else "weight_scale_inv"
+    for name, matrix, bias in (("w13", weights.w13, weights.w13_bias), ("w2", weights.w2, weights.w2_bias)):
+        for part, values in (("weight", matrix.values), (scale, matrix.scale), ("bias", bias)):
+            if values is not None:
+                in_turn = case.gpt_oss and name == "w13"
+                values = torch.stack(values.chunk(2, 1), 2).flatten(1, 2) if in_turn else values
+                parameter = getattr(layer, f"{name}_{part}").data
+                parameter.copy_(values.view(parameter.dtype) if part == scale else values)  # bytes of e8m0 as they are
 
 
 def capture(engine: Engine, call: Callable[[], torch.Tensor]) -> Captured:
@@ -195,8 +214,8 @@ class Timer:
             torch.set_default_dtype(torch.float32)
 
     def _own_layers(self, case: Case) -> Layers:
-        experts = RandomExperts(case.moe(self._world), torch.bfloat16, self._device, bias=False, seed=SEED)
-        filled = functools.partial(fill, self._weights(experts, case))
+        experts = RandomExperts(case.moe(self._world), torch.bfloat16, self._device, bias=case.gpt_oss, seed=SEED)
+        filled = functools.partial(fill, self._weights(experts, case), case)
         layers: dict[str, Any] = {}
         kernels: set[str] = set()
         for backend in self._engine.backends:
@@ -216,7 +235,7 @@ class Timer:
 
     def _time_case(self, layers: Layers) -> None:
         case = layers.case
-        filled = functools.partial(fill, self._weights(layers.experts, case))
+        filled = functools.partial(fill, self._weights(layers.experts, case), case)
         layers.by_label[OURS] = self._build(case, self._engine.backends[0], f"{OURS}.{case.preset}", filled)
         del filled
         torch.cuda.empty_cache()
@@ -406,7 +425,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, RowsFile]:
     parser.add_argument("--engine", choices=ENGINES, required=True)
     parser.add_argument("--nproc", type=int, choices=(1, 2), default=1, help="ranks, each on a GPU of its own")
     parser.add_argument("--gpus", help="GPUs by number, such as 0,1; by default the first ones")
-    parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--case", nargs="+", choices=CASES, help="all that the engine's own kernels compute by default")
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help="of each rank")
     parser.add_argument("--kernels", action="store_true", help="print the time of each kernel, too")
     parser.add_argument("--budget-secs", type=float, default=240.0, help="no measurement begins after that")
@@ -415,6 +434,10 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, RowsFile]:
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    cases = [name for name, case in CASES.items() if options.engine == "vllm" or not case.gpt_oss]
+    options.case = options.case or cases
+    if set(options.case) - set(cases):
+        parser.error(f"--case ({' '.join(options.case)}) of {options.engine} must be of {' '.join(cases)}")
     if not all(0 < tokens <= MAX_TOKENS for tokens in options.tokens):
         parser.error(f"--tokens ({options.tokens}) are not from 1 to {MAX_TOKENS}")
     if options.budget_secs <= 0:

@@ -103,8 +103,14 @@ class Vllm:
         from vllm.model_executor.layers.fused_moe.layer import FusedMoE
         from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
+        from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
+
         blocks = {"activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-        quant = None if case.scheme == "none" else Fp8Config(is_checkpoint_fp8_serialized=True, **blocks)
+        quants = {
+            "none": lambda: None,
+            "fp8_block": lambda: Fp8Config(is_checkpoint_fp8_serialized=True, **blocks),
+            "mxfp4_w4a16": GptOssMxfp4Config,
+        }
         config = self._config(backend)
         with set_current_vllm_config(config), self.device:
             runner = FusedMoE(
@@ -114,7 +120,9 @@ class Vllm:
                 intermediate_size=case.intermediate,
                 params_dtype=torch.bfloat16,
                 renormalize=True,
-                quant_config=quant,
+                has_bias=case.gpt_oss,
+                activation="swigluoai" if case.gpt_oss else "silu",
+                quant_config=quants[case.scheme](),
                 prefix=label,
             )
             fill(runner.routed_experts)
