@@ -6,6 +6,8 @@ Letters: T rows on this rank, H hidden, K top-k, E experts.
 import contextlib
 import dataclasses
 import functools
+import os
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 import vllm
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from engine_cases import Rows, configured, method, noted, random_rows
+from prompts import prompts
 from vllm.distributed import get_ep_group
 from vllm.distributed.eplb.eplb_communicator import create_eplb_communicator
 from vllm.distributed.eplb.rebalance_execute import rearrange_expert_weights_inplace
@@ -30,6 +33,7 @@ from vllm.v1.worker import ubatching, workspace
 from vllm_twins import DEVICE
 
 from ep_moe.config import Layout
+from ep_moe.engines.vllm import step
 from ep_moe.engines.vllm.eligibility import kind_of_layer
 from ep_moe.engines.vllm.experts import EpMoeBatchedExperts
 from ep_moe.engines.vllm.hooks import NEEDS
@@ -80,22 +84,69 @@ def workspace_is_locked(made: Any, most: int) -> None:
                 call(made, rows_of(made, made.rank, counts[made.rank]), counts)
 
 
-def halves_in_order(made: Any) -> None:
-    """Shared experts run between the halves of the combine."""
+def shared_experts_in_order(made: Any) -> None:
+    """Shared experts of small steps run on vLLM's auxiliary stream if there is one, else between a combine's halves."""
     calls: list[str] = []
-    kernel = made.experts[0].quant_method.moe_kernel
-    runner = next(
-        module for module in made.model.modules() if getattr(module, "routed_experts", None) is made.experts[0]
-    )
+    layer = made.experts[0]
+    kernel = layer.quant_method.moe_kernel
+    runner = next(module for module in made.model.modules() if getattr(module, "routed_experts", None) is layer)
+    own = next(module for module in runner._shared_experts.modules() if hasattr(module, "down_proj"))
 
+    def forward() -> torch.Tensor:
+        calls.clear()
+        return torch.cat(made.forward(list(range(len(prompts())))))
+
+    first, halves = ["dispatch_send", "dispatch_recv", "apply"], ["combine_send", "forward", "combine_recv"]
+    whole, beside = [*first, "combine", "combine_send", "combine_recv"], ["on its stream", "forward"]
     with contextlib.ExitStack() as stack:
-        for name in ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv"):
+        for name in ("dispatch_send", "dispatch_recv", "combine", "combine_send", "combine_recv"):
             stack.enter_context(noted(kernel.prepare_finalize.transport, name, calls))
         stack.enter_context(noted(kernel.fused_experts, "apply", calls))
-        shared = next(module for module in runner._shared_experts.modules() if hasattr(module, "down_proj"))
-        stack.enter_context(noted(shared, "forward", calls))
-        made.check()
-    assert calls == ["dispatch_send", "dispatch_recv", "apply", "combine_send", "forward", "combine_recv"], calls
+        stack.enter_context(noted(own, "forward", calls))
+        plain = forward()
+        assert calls == first + halves, calls
+        rows = len(plain)  # without padding
+        for most, orders in ((rows - 1, [first + halves]), (rows, [whole + beside, beside + whole])):
+            with auxiliary_stream(runner._shared_experts, most, calls):
+                assert torch.equal(forward(), plain)
+                assert calls in orders, (most, calls)  # 0.26 launches them after the routed ones, 0.33 before
+    masked = {"is_padding": torch.zeros(rows, dtype=torch.bool)}
+    with (
+        auxiliary_stream(runner._shared_experts, rows, calls),
+        mock.patch.object(step, "is_forward_context_available", return_value=True),
+    ):
+        for named, in_two, between in ((masked, False, False), (masked, True, True), ({}, False, True)):
+            with (
+                mock.patch.object(step, "get_forward_context", return_value=SimpleNamespace(**named)),
+                mock.patch.object(step, "in_micro_batch", return_value=in_two),
+            ):
+                assert layer.quant_method.mk_can_overlap_shared_experts == between
+
+
+@contextlib.contextmanager
+def auxiliary_stream(shared_experts: Any, most: int, calls: list[str]) -> Iterator[None]:
+    """A platform with vLLM's auxiliary stream, which is noted when it is entered, for steps of at most so many rows."""
+    module, stream, events = sys.modules[type(shared_experts).__module__], mock.MagicMock(), [mock.MagicMock()] * 2
+    platform = SimpleNamespace(is_cuda=lambda: True, is_cuda_alike=lambda: True)
+    variables = {"VLLM_DISABLE_SHARED_EXPERTS_STREAM": "0", "VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD": str(most)}
+
+    @contextlib.contextmanager
+    def entered(given: Any) -> Iterator[None]:
+        assert given is stream
+        calls.append("on its stream")
+        yield
+
+    with (
+        mock.patch.dict(os.environ, variables),
+        mock.patch.object(step, "current_platform", platform),
+        mock.patch.multiple(module, current_platform=platform, current_stream=mock.MagicMock()),
+        mock.patch.object(torch.cuda, "stream", entered),
+        mock.patch.object(torch.Tensor, "record_stream"),
+        mock.patch.object(shared_experts, "_stream", stream),
+        mock.patch.object(shared_experts, "_input_ready_event", events, create=True),  # in 0.33
+        mock.patch.object(shared_experts, "_output_ready_event", events, create=True),
+    ):
+        yield
 
 
 def parameters_stay(made: Any) -> None:

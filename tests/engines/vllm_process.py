@@ -15,7 +15,7 @@ from prompts import prompts
 from vllm.config import DeviceConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
-from vllm.forward_context import set_forward_context
+from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.model_loader import get_model
 from vllm_twins import DEVICE
@@ -64,7 +64,7 @@ class VllmEngine(Engine):
         ids = torch.cat([*(prompts()[index] for index in mine), torch.zeros(padded, dtype=torch.int64)])
         vllm_twins.LENGTHS[:] = lengths
         counts = [sum(len(prompts()[index]) for index in indices[rank :: self.dp]) + padded for rank in range(self.dp)]
-        context: dict[str, Any] = {"num_tokens": len(ids)}
+        context: dict[str, Any] = {"num_tokens": len(ids), "batch_descriptor": BatchDescriptor(len(ids))}
         if self.dp > 1:
             context["num_tokens_across_dp"] = torch.tensor(counts, dtype=torch.int32)
         if padded:
@@ -153,7 +153,7 @@ def qwen3_moe() -> None:
 def deepseek_v3(tp: int = 1) -> None:
     """Groups, a bias, a shared expert."""
     for made in family("deepseek_v3", tp):
-        attempt(vllm_cases.halves_in_order, made)
+        attempt(vllm_cases.shared_experts_in_order, made)
         if made.dp > 1:
             attempt(vllm_cases.balanced, made)
 

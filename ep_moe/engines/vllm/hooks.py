@@ -16,6 +16,7 @@ vllm.model_executor.layers.fused_moe.fused_moe_method_base:
     FusedMoEMethodBase.apply(layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input)
     FusedMoEMethodBase.process_weights_after_loading(layer)
     FusedMoEMethodBase.is_monolithic
+    FusedMoEMethodBase.mk_can_overlap_shared_experts
     FusedMoEMethodBase.maybe_roundup_sizes(hidden_size, intermediate_size_per_partition)
 vllm.model_executor.layers.fused_moe.modular_kernel:
     FusedMoEPrepareAndFinalizeModular.prepare(
@@ -42,6 +43,11 @@ vllm.model_executor.layers.fused_moe.activation:
     MoEActivation
 vllm.model_executor.layers.fused_moe.config:
     FUSED_MOE_UNQUANTIZED_CONFIG
+vllm.envs:
+    VLLM_DISABLE_SHARED_EXPERTS_STREAM
+    VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD
+vllm.platforms:
+    current_platform
 vllm.distributed:
     get_ep_group
 vllm.forward_context:

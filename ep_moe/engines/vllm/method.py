@@ -15,14 +15,14 @@ from ep_moe.engines.common.engine_layer import EngineLayer, LayerKind
 from ep_moe.engines.common.plugin import Plugin, adopt
 from ep_moe.engines.vllm.experts import EpMoeBatchedExperts, EpMoeStandardExperts
 from ep_moe.engines.vllm.prepare_finalize import EpMoePrepareAndFinalize, RoundOptions
-from ep_moe.engines.vllm.step import in_micro_batch, share_of, tokens_of_ranks
+from ep_moe.engines.vllm.step import in_micro_batch, share_of, shared_experts_beside, tokens_of_ranks
 from ep_moe.group import PeerLostError
 from ep_moe.layer import ExpertParallelMoE
 from ep_moe.layout.frame import compact_rows
 
 # tokens of all ranks, if each had as many as any, up to which "auto" packs rows (COMPACT), else gathers them (FLAT)
 SMALL_STEP = 1024
-_HALVES = ((False, False), (False, True))  # shared experts run between the halves of a combine
+_HALVES = ((False, False), (False, True))  # shared experts of large steps run between the halves of a combine
 _HALVES_OF_MICRO_BATCHES = ((True, True),)
 
 
@@ -75,7 +75,8 @@ class LayerMethod(EngineLayer):
         kernel = self._kernels[self._layout(x.shape[0])]
         exchange: EpMoePrepareAndFinalize = kernel.prepare_finalize
         halves = in_micro_batch()
-        exchange.begin(dispatch=halves, combine=halves or shared_experts is not None)
+        between = shared_experts is not None and not shared_experts_beside()
+        exchange.begin(dispatch=halves, combine=halves or between)
         try:
             return kernel.apply(
                 hidden_states=x,
@@ -158,6 +159,7 @@ def compute_here(method: Any, state: LayerMethod) -> None:
         is_monolithic=no,
         skip_forward_padding=no,
         has_unpadded_output=no,
+        mk_can_overlap_shared_experts=property(lambda self: not shared_experts_beside()),  # asked in each forward
         supports_pre_processed_weights=False,
         maybe_roundup_sizes=keep_sizes,
         process_weights_after_loading=process_weights_after_loading,

@@ -93,7 +93,7 @@ class EpMoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         return self.options.share.sharers == 1
 
     def supports_async(self) -> bool:
-        """True: vLLM runs shared experts between `combine_send` and `combine_recv`."""
+        """True: vLLM runs shared experts, unless `shared_experts_beside`, between `combine_send` and `combine_recv`."""
         return True
 
     def begin(self, *, dispatch: bool = True, combine: bool = True) -> None:

@@ -3,7 +3,9 @@
 from typing import Any
 
 import torch
+import vllm.envs as envs
 from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.platforms import current_platform
 from vllm.v1.worker import ubatching
 
 from ep_moe.engines.common.rows import RowShare
@@ -38,6 +40,24 @@ def tokens_of_ranks(num_rows: int) -> tuple[int, int]:
         return num_rows, num_rows
     counts = metadata.num_tokens_across_dp_cpu
     return int(counts.max()), int(counts.sum())
+
+
+def shared_experts_beside() -> bool:
+    """Whether vLLM runs shared experts of this step on its auxiliary stream, beside the routed ones; if not, they run
+    between the halves of the combine.
+
+    vLLM asks without their rows. Those of the forward context count, before sequence parallelism spreads them; if it
+    names none, the answer is no. Local, no device sync.
+    """
+    context = get_forward_context() if is_forward_context_available() else None
+    described: Any = getattr(context, "batch_descriptor", None)
+    mask: Any = getattr(context, "is_padding", None)
+    if in_micro_batch() or envs.VLLM_DISABLE_SHARED_EXPERTS_STREAM or not current_platform.is_cuda():
+        return False
+    if described is None and mask is None:
+        return False
+    rows = mask.shape[0] if described is None else described.num_tokens
+    return bool(rows <= envs.VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD)
 
 
 def padding(num_rows: int, share: RowShare) -> torch.Tensor | None:
