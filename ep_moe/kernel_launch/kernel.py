@@ -1,8 +1,11 @@
 """A kernel with the arguments that its launches share: compiled, loaded, launched."""
 
+import concurrent.futures
 import contextlib
+import contextvars
 import dataclasses
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -19,6 +22,8 @@ Tensors = tuple[Any, ...]  # tensors, tuples of them, or descriptors of them; No
 Numbers = tuple[Any, ...]  # integers, or tuples of them
 Run = Callable[[Sequence[int]], object]  # launches with addresses and numbers in one sequence
 Group = TypeVar("Group", bound=tuple[Any, ...])
+_MOST_COMPILERS = 8  # threads
+_ahead = contextvars.ContextVar("compiling_ahead", default=False)
 _log = logging.getLogger(__name__)
 
 
@@ -128,7 +133,12 @@ class Kernel:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
 
     def __call__(self, tensors: Tensors, numbers: Numbers = ()) -> None:
-        """Launch on the current stream. Local, no host sync; the first call compiles and loads the kernel."""
+        """Launch on the current stream, but for `compiling_ahead`. Local, no host sync; the first call compiles and
+        loads the kernel."""
+        if _ahead.get():
+            if self.run is None and isinstance(self._kernel, JITFunction):
+                self.compile(tensors, numbers)
+            return
         addresses = [*map(address_of, present(tensors))]
         if self._device.type != "cuda" or any(address % 16 for address in addresses):
             self.through_triton(tensors, numbers)
@@ -153,6 +163,19 @@ def without_hooks() -> Iterator[None]:
         yield
     finally:
         runtime.jit_cache_hook, runtime.jit_post_compile_hook = hooks
+
+
+@contextlib.contextmanager
+def compiling_ahead() -> Iterator[None]:
+    """In the context, kernels that this thread calls are compiled, in other threads, and not launched: outputs keep
+    what their memory has. All are compiled at its end. Errors: those of the compiler. Local."""
+    pool = concurrent.futures.ThreadPoolExecutor(min(_MOST_COMPILERS, os.cpu_count() or 1))
+    before = _ahead.set(True)
+    try:
+        with without_hooks(), pool, triton.AsyncCompileMode(pool):
+            yield
+    finally:
+        _ahead.reset(before)
 
 
 def present(tensors: Tensors) -> list[Any]:

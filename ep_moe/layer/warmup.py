@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ep_moe.experts import KERNELS, Experts, experts_name
 from ep_moe.layer.base import Layer
 from ep_moe.local_moe import local_moe
 from ep_moe.logs import log_step
@@ -84,10 +85,14 @@ def compute_alone(layer: Layer, num_topk: int, sizes: Sequence[int]) -> None:
     config, positions = layer.config, layer.positions
     nothing = torch.zeros(1, dtype=torch.int32, device=layer.transport.device)
     limits = (None,) if counts_of(layer) is None else (None, nothing)
+
+    def experts(rows: int) -> None:
+        # `local_moe` chooses tiles for T * K / L rows per expert, as many as R ranks with T tokens each send
+        local_moe(*_tokens(layer, rows, num_topk), layer.weights, layer.experts, layout=config.layout)
+
+    run_compiled(experts, sizes, layer.experts)
     for rows in sizes:
         x, routing = _tokens(layer, rows, num_topk)
-        # `local_moe` chooses tiles for T * K / L rows per expert, as many as R ranks with T tokens each send
-        local_moe(x, routing, layer.weights, layer.experts, layout=config.layout)
         for ids_dtype, limit in itertools.product((torch.int32, torch.int64), limits):
             to_physical(routing.topk_ids.to(ids_dtype), positions, num_tokens=limit)
         if config.routing is None:
@@ -96,6 +101,18 @@ def compute_alone(layer: Layer, num_topk: int, sizes: Sequence[int]) -> None:
             logits = torch.zeros(rows, config.num_experts, dtype=dtype, device=x.device)
             for limit in limits:
                 route(logits, config.routing, routing_bias=layer.routing_bias, placement=positions, num_tokens=limit)
+
+
+def run_compiled(call: Callable[[int], object], sizes: Sequence[int], experts: Experts) -> None:
+    """Call with each T; if the experts are kernels, all are compiled first, in threads. Local."""
+    if experts_name(experts) in KERNELS:
+        from ep_moe.kernel_launch.kernel import compiling_ahead  # Triton exists only on Linux
+
+        with compiling_ahead():
+            for rows in sizes:
+                call(rows)
+    for rows in sizes:
+        call(rows)
 
 
 def run_rounds(

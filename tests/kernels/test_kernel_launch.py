@@ -444,6 +444,44 @@ def test_others_hooks_of_compilations_do_not_fail_on_groups(monkeypatch: pytest.
     assert "plain" in seen[0]
 
 
+def test_kernels_are_compiled_ahead_without_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+    import triton.language as tl
+    from compile_check.stub import compile_only
+
+    from ep_moe.kernel_launch.kernel import Kernel, compiling_ahead
+
+    @triton.jit
+    def kernel(x_ptr, SIZE: tl.constexpr):
+        tl.store(x_ptr, SIZE)
+
+    @triton.jit
+    def wrong(x_ptr, SIZE: tl.constexpr):
+        tl.store(x_ptr, tl.missing)
+
+    monkeypatch.setattr(triton.runtime.driver, "_active", None)  # restored afterwards
+    x, compilers = torch.zeros(1), set[int]()
+    compiling = triton.compiler.compile
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        compilers.add(threading.get_ident())
+        return compiling(*arguments, **options)
+
+    monkeypatch.setattr(triton.compiler, "compile", noted)
+    with compile_only(90):
+        launches = [Kernel(kernel, 1, constants={"SIZE": size}, device=x.device) for size in range(4)]
+        with compiling_ahead():
+            for launch in launches:
+                launch((x,))
+        assert len(kernel.device_caches[triton.runtime.driver.active.get_current_device()][0]) == len(launches)
+        assert compilers
+        assert threading.get_ident() not in compilers
+        assert (x.item(), launches[0].run) == (0, None)
+        with pytest.raises(Exception, match="missing"), compiling_ahead():
+            Kernel(wrong, 1, constants={"SIZE": 1}, device=x.device)((x,))
+        launches[0].compile((x,))  # as before
+
+
 def test_numbers_in_tuples_are_not_specialized(monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
     import triton.language as tl

@@ -3,15 +3,12 @@
 Letters: T tokens on this rank.
 """
 
-import concurrent.futures
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-import triton
 
-from ep_moe.kernel_launch.kernel import Kernel, Numbers, Tensors, without_hooks
+from ep_moe.kernel_launch.kernel import Kernel, Numbers, Tensors, compiling_ahead
 from ep_moe.kernels.exchange.combine_send import Results
 from ep_moe.quant import Quantized, QuantScheme, as_bytes, get_scheme
 from ep_moe.routing import Routing
@@ -20,7 +17,6 @@ from ep_moe.transport.one_sided.combine_launcher import CombineLauncher
 from ep_moe.transport.one_sided.dispatch_launcher import DispatchLauncher
 from ep_moe.transport.one_sided.round_plan import distinct_sizes
 
-_MOST_COMPILERS = 8  # threads
 _Call = tuple[Kernel, Tensors, Numbers]
 
 
@@ -30,9 +26,7 @@ def warm_up(kinds: tuple[RoundKind, ...], dispatches: DispatchLauncher, combines
     for kind in kinds:
         for rows in distinct_sizes(dispatches.context.config.max_tokens_per_rank):
             calls += _kernels_of(kind, rows, dispatches, combines)
-    workers = min(_MOST_COMPILERS, os.cpu_count() or 1)
-    pool = concurrent.futures.ThreadPoolExecutor(workers)
-    with without_hooks(), pool, triton.AsyncCompileMode(pool):
+    with compiling_ahead():
         for kernel, tensors, numbers in calls:
             kernel.compile(tensors, numbers)
     for kernel, tensors, numbers in calls:
