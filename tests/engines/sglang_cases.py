@@ -189,21 +189,18 @@ def bound_of_the_step(made: Any) -> None:
 
 
 def few_equal_rows(made: Any) -> None:
-    """Fewer rows than ranks, none, and as many as fit; each rank leaves zeros in the rows of others."""
-    whole = call(made, _shared_rows(made, 7))
+    """Equal rows, none and few: ranks return parts of their sums, without a transport."""
+    with mock.patch.object(made.plugin.transports, "get", side_effect=AssertionError("a transport is made")):
+        made.use(None)
     for count in (0, 1, 7):
         rows = _shared_rows(made, count)
         found = call(made, rows)
         assert found.shape == rows.x.shape
-        kept = made.state.share.own(count)
-        assert torch.allclose(found[kept], _computed(made, rows)[kept], atol=1e-5)
-        others = torch.cat([found[: kept.start], found[kept.stop :]])
-        assert not others.any()
-    assert whole.shape[0] == 7
-    most = made.state.kind.exchange.max_tokens_per_rank * made.group.num_ranks
-    call(made, _shared_rows(made, most))
-    with pytest.raises(ValueError, match="max_tokens_per_rank|rank"):
-        call(made, _shared_rows(made, most + made.group.num_ranks))
+        parts = torch.tensor(made.group.all_gather_object(found.tolist()))
+        assert torch.allclose(parts.sum(0).view_as(rows.x), _computed(made, rows), atol=1e-5)
+    rows = _shared_rows(made, 3)
+    rows.ids[1] = -1
+    assert not call(made, rows)[1].any()
 
 
 def _shared_rows(made: Any, count: int) -> Rows:
@@ -240,8 +237,6 @@ def factor_of_the_router(made: Any) -> None:
             with mock.patch.object(layer, "should_fuse_routed_scaling_factor_in_topk", True):
                 assert state.factor is None
                 assert torch.allclose(doubled, 2.5 * call(made, rows), atol=1e-5)
-            with mock.patch.object(state, "equal_rows", False):
-                assert state.factor is None
 
 
 def two_batches(made: Any) -> None:
@@ -281,12 +276,12 @@ def other_layers(made: Any) -> None:
 
     def odd(prefix: str) -> Any:
         layer = make(prefix=prefix, activation="gelu_tanh")
-        assert not isinstance(layer.dispatcher, dispatchers.EpMoeDispatcher)
+        assert not isinstance(layer.dispatcher, dispatchers.EqualRowsDispatcher)
         return layer
 
     with mock.patch.object(utils.get_flags().moe, "a2a_backend", utils.MoeA2ABackend.NONE):
         engine_cases.other_layers(made.plugin, odd)
-        assert isinstance(make(prefix="even.0").dispatcher, dispatchers.EpMoeDispatcher)
+        assert isinstance(make(prefix="even.0").dispatcher, dispatchers.EqualRowsDispatcher)
     ours = made.experts[0]
     moe = utils.get_flags().moe
     cases: list[tuple[Any, dict[str, Any], str]] = [

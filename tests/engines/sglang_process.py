@@ -242,7 +242,7 @@ def packed(form: str, a2a: str, *more: str) -> None:
         made.model.load_weights((key, tensor) for key, tensor in tensors.items() if ".experts." in key)
         made.use(None)
         report(f"{name}, a2a {a2a}, loaded again: {made.check():.1e}")
-        matrix = made.state.of_step().weights.w13
+        matrix = made.state.weights.w13
         attempt(engine_cases.swaps_are_seen, made, matrix, False, name=f"swaps_are_seen in {name}")
         if form == "awq":  # zero points move with their experts
             attempt(sglang_cases.parameters_stay, made, 8)
@@ -253,7 +253,7 @@ def packed(form: str, a2a: str, *more: str) -> None:
 
 
 def equal_rows() -> None:
-    """Ranks with equal rows, each of which sends a slice."""
+    """Ranks with equal rows, each of which computes its experts' part."""
     for made in family("qwen3_moe_even", "none"):
         attempt(sglang_cases.few_equal_rows, made)
         attempt(sglang_cases.factor_of_the_router, made)

@@ -144,10 +144,7 @@ def test_a_failing_call_of_sglang_ends_its_round(halves: bool) -> None:
         method, between = sys.modules["ep_moe.engines.sglang.method"], mock.Mock(hook_dict={})
         state = types.SimpleNamespace(
             of_step=lambda: made,
-            share=RowShare(),
             kind=types.SimpleNamespace(num_topk=TOPK),
-            equal_rows=False,
-            factor=None,
             weights_on_input=False,
             experts=functools.partial(method.LayerMethod.experts, None),
         )
@@ -170,7 +167,6 @@ def test_a_failing_call_of_sglang_ends_its_round(halves: bool) -> None:
             "experts": (made, "experts"),
             "combine send": (made.transport, "combine_send"),
             "combine recv": (made.transport, "combine_recv"),
-            "share": (dispatchers, "whole_output"),
         }
         wrong = failures(made, call, faults)
         if not halves:
@@ -183,8 +179,7 @@ def test_a_failing_call_of_vllm_ends_its_round() -> None:
     made, (x, ids, weights) = one_layer(), some_rows()
     with plug_in("vllm.method") as method:
         module = sys.modules["ep_moe.engines.vllm.prepare_finalize"]
-        for name, value in (("current_slot", 0), ("padding", None)):
-            setattr(module, name, mock.Mock(return_value=value))
+        module.current_slot, module.without_padding = lambda: 0, lambda ids, share: ids
         options = module.RoundOptions(layout=Layout.COMPACT, scheme=made.scheme, layer=made.tag, sized=True)
         exchange = module.EpMoePrepareAndFinalize(made.transport, options)
 
@@ -195,7 +190,7 @@ def test_a_failing_call_of_vllm_ends_its_round() -> None:
             return output
 
         kernel = types.SimpleNamespace(prepare_finalize=exchange, apply=apply)
-        state = mock.Mock(_kernels={None: kernel}, _layout=mock.Mock(return_value=None))
+        state = mock.Mock(_local=None, _kernels={None: kernel}, _layout=mock.Mock(return_value=None))
         given = {"x": x, "topk_ids": ids, "topk_weights": weights, "shared_experts": None, "shared_experts_input": None}
         call = functools.partial(method.LayerMethod.apply, state, mock.Mock(), **given)
         faults = {

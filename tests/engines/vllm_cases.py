@@ -33,7 +33,9 @@ from vllm.v1.worker import ubatching, workspace
 from vllm_twins import DEVICE
 
 from ep_moe.config import Layout
-from ep_moe.engines.vllm import step
+from ep_moe.engines.common import local
+from ep_moe.engines.vllm import method as methods
+from ep_moe.engines.vllm import prepare_finalize, step
 from ep_moe.engines.vllm.eligibility import kind_of_layer
 from ep_moe.engines.vllm.experts import EpMoeBatchedExperts
 from ep_moe.engines.vllm.hooks import NEEDS
@@ -61,13 +63,12 @@ def call(made: Any, rows: Rows, counts: list[int] | None = None) -> torch.Tensor
 
 def faults_are_seen(made: Any) -> None:
     """`engine_cases.faults_are_seen`."""
-    rows = EpMoePrepareAndFinalize._rows
 
-    def without_first(self: Any, a1: Any, weights: Any, ids: torch.Tensor, on_input: bool) -> Any:
-        return rows(self, a1, weights, ids.index_fill(0, torch.tensor([0], device=DEVICE), -1), on_input)
+    def without_first(ids: torch.Tensor, share: Any) -> torch.Tensor:
+        return ids.index_fill(0, torch.tensor([0], device=DEVICE), -1)
 
-    losing = mock.patch.object(EpMoePrepareAndFinalize, "_rows", without_first)
-    engine_cases.faults_are_seen(made, losing)
+    place = methods if made.state.local else prepare_finalize
+    engine_cases.faults_are_seen(made, mock.patch.object(place, "without_padding", without_first))
 
 
 def workspace_is_locked(made: Any, most: int) -> None:
@@ -84,8 +85,16 @@ def workspace_is_locked(made: Any, most: int) -> None:
                 call(made, rows_of(made, made.rank, counts[made.rank]), counts)
 
 
+def nothing_is_sent(made: Any) -> None:
+    """Equal rows, or those of a rank alone, need no transport."""
+    with mock.patch.object(made.plugin.transports, "get", side_effect=AssertionError("a transport is made")):
+        made.use(None)
+        made.check()
+
+
 def shared_experts_in_order(made: Any) -> None:
-    """Shared experts of small steps run on vLLM's auxiliary stream if there is one, else between a combine's halves."""
+    """Shared experts of small steps run on vLLM's auxiliary stream if there is one, else between a combine's halves, or
+    before experts whose rows do not move."""
     calls: list[str] = []
     layer = made.experts[0]
     kernel = layer.quant_method.moe_kernel
@@ -98,15 +107,21 @@ def shared_experts_in_order(made: Any) -> None:
 
     first, halves = ["dispatch_send", "dispatch_recv", "apply"], ["combine_send", "forward", "combine_recv"]
     whole, beside = [*first, "combine", "combine_send", "combine_recv"], ["on its stream", "forward"]
+    large = first + halves
+    if kernel is None:
+        large, whole = ["forward", "local_moe"], ["local_moe"]
     with contextlib.ExitStack() as stack:
-        for name in ("dispatch_send", "dispatch_recv", "combine", "combine_send", "combine_recv"):
-            stack.enter_context(noted(kernel.prepare_finalize.transport, name, calls))
-        stack.enter_context(noted(kernel.fused_experts, "apply", calls))
+        if kernel is None:
+            stack.enter_context(noted(local, "local_moe", calls))
+        else:
+            for name in ("dispatch_send", "dispatch_recv", "combine", "combine_send", "combine_recv"):
+                stack.enter_context(noted(kernel.prepare_finalize.transport, name, calls))
+            stack.enter_context(noted(kernel.fused_experts, "apply", calls))
         stack.enter_context(noted(own, "forward", calls))
         plain = forward()
-        assert calls == first + halves, calls
+        assert calls == large, calls
         rows = len(plain)  # without padding
-        for most, orders in ((rows - 1, [first + halves]), (rows, [whole + beside, beside + whole])):
+        for most, orders in ((rows - 1, [large]), (rows, [whole + beside, beside + whole])):
             with auxiliary_stream(runner._shared_experts, most, calls):
                 assert torch.equal(forward(), plain)
                 assert calls in orders, (most, calls)  # 0.26 launches them after the routed ones, 0.33 before
@@ -120,7 +135,7 @@ def shared_experts_in_order(made: Any) -> None:
                 mock.patch.object(step, "get_forward_context", return_value=SimpleNamespace(**named)),
                 mock.patch.object(step, "in_micro_batch", return_value=in_two),
             ):
-                assert layer.quant_method.mk_can_overlap_shared_experts == between
+                assert layer.quant_method.mk_can_overlap_shared_experts == (between and kernel is not None)
 
 
 @contextlib.contextmanager
@@ -257,9 +272,8 @@ def crossed(made: Any) -> None:
     layer, moe = made.experts[0], made.experts[0].moe_config
     rows, most = rows_of(made, 0, 9), 16
     rows = Rows(rows.x, rows.ids[:, :2].contiguous(), rows.weights[:, :2].contiguous())
-    transport = layer.quant_method.moe_kernel.prepare_finalize.transport
     options = RoundOptions(layout=Layout.BATCHED, scheme=get_scheme("none"))
-    sizes = dataclasses.replace(transport.config, max_tokens_per_rank=most)
+    sizes = dataclasses.replace(made.state.kind.exchange, max_tokens_per_rank=most)
     own = made.plugin.transports.get(None, moe.num_experts, sizes, torch.device(DEVICE))
 
     def run(ours: bool, our_experts: bool) -> torch.Tensor:
@@ -332,7 +346,7 @@ def reloaded(made: Any) -> None:
 
 def swaps_are_seen(made: Any) -> None:
     """`engine_cases.swaps_are_seen`."""
-    engine_cases.swaps_are_seen(made, made.experts[0].quant_method.moe_kernel.fused_experts._weights.w13)
+    engine_cases.swaps_are_seen(made, made.state.weights.w13)
 
 
 def formats_are_refused() -> None:

@@ -12,15 +12,16 @@ import torch.distributed as dist
 
 from ep_moe.config import ActivationConfig, Layout, MoEConfig, TransportConfig
 from ep_moe.engines.common.formats import LoadedFormat, RowOrder, share_scale, weights_of
+from ep_moe.engines.common.local import LocalExperts
 from ep_moe.engines.common.model import warm_up
 from ep_moe.engines.common.plugin import Plugin
 from ep_moe.engines.common.rows import RowShare
 from ep_moe.engines.common.transports import with_topk
-from ep_moe.experts import kernels_compute
+from ep_moe.experts import create_experts, kernels_compute
 from ep_moe.group import PeerLostError
 from ep_moe.layer import ExpertParallelMoE
 from ep_moe.layer.warmup import round_kinds
-from ep_moe.transport import Transport
+from ep_moe.placement import Placement
 from ep_moe.weights import ExpertWeights
 
 
@@ -105,6 +106,7 @@ class EngineLayer:
         self._order = RowOrder()
         self._device = torch.empty(0).device  # engines make their models under their device
         self.group = plugin.transports.join(process_group, self._device)
+        self.weights: ExpertWeights | None = None  # once loaded
 
     def log_lost(self, error: PeerLostError) -> None:
         """Log that a rank is lost. Local."""
@@ -123,11 +125,9 @@ class EngineLayer:
         Errors: ValueError for parameters that are not as the engine's loader leaves them.
         Collective at the first call, without a deadline: ranks read checkpoints at different speeds.
         """
-        self._order.arrange(parameters, self.kind.loaded)
-        if self.kind.loaded.scheme.weight.granularity == "tensor":
-            share_scale(parameters)
-        transport = self._transport()
-        weights = self._with_input_scales(parameters, weights_of(parameters, self.kind.loaded))
+        weights, sizes = self._weights(parameters), self.kind.exchange
+        transport = self.plugin.transports.get(self.process_group, self.kind.moe.num_experts, sizes, self._device)
+        self._log(f"at most {sizes.max_tokens_per_rank} tokens per rank")
         made = {}
         for layout in self.layouts:
             made[layout] = ExpertParallelMoE(
@@ -140,21 +140,45 @@ class EngineLayer:
             self._warm_up(made[layout])
         return made
 
-    def _transport(self) -> Transport:
-        """The transport of all layers with these sizes. Collective when it is made."""
-        sizes, scheme = self.kind.exchange, self.kind.moe.scheme
-        if sizes not in self.plugin.loaded:  # the first layer of its kind waits until all ranks have read their files
+    def local_experts(self, parameters: Any) -> LocalExperts:
+        """`moe_layers` for a layer whose rows are on all ranks, or on one rank alone: there is no exchange."""
+        moe, exchange = self.kind.moe, self.kind.exchange
+        weights = self._weights(parameters)
+        made = LocalExperts(
+            weights=weights,
+            experts=create_experts(self.plugin.config.experts, moe.activation, self._device, scheme=weights.scheme),
+            first=Placement.linear(moe.num_experts, self.group.num_ranks).starts[self.group.rank],
+            num_experts=moe.num_experts,
+        )
+        self._log("without exchange")
+        for layout in self.layouts:
+            kind = (moe, layout, weights.num_local_experts, *(tensor is None for tensor in weights.optional))
+            if kind not in self.plugin.warm:
+                self.plugin.warm.add(kind)
+                most = exchange.max_tokens_per_rank * self.share.sharers
+                made.warm_up(layout, most, self.kind.num_topk, hidden=exchange.hidden, dtype=exchange.dtype)
+        return made
+
+    def _weights(self, parameters: Any) -> ExpertWeights:
+        """The weights of the engine's parameters. Collective, without a deadline, at the first layer of its kind."""
+        self._order.arrange(parameters, self.kind.loaded)
+        if self.kind.loaded.scheme.weight.granularity == "tensor":
+            share_scale(parameters)
+        if self.kind.exchange not in self.plugin.loaded:  # waits until all ranks have read their files
             self.group.wait_for_all("load")
-            self.plugin.loaded.add(sizes)
-        transport = self.plugin.transports.get(self.process_group, self.kind.moe.num_experts, sizes, self._device)
-        layouts = " or ".join(layout.value for layout in self.layouts)
+            self.plugin.loaded.add(self.kind.exchange)
+        self.weights = self._with_input_scales(parameters, weights_of(parameters, self.kind.loaded))
+        return self.weights
+
+    def _log(self, how: str) -> None:
+        """Log once for each kind of layer that it runs here."""
+        layouts, scheme = " or ".join(layout.value for layout in self.layouts), self.kind.moe.scheme
         self.plugin.log_once(
-            f"{sizes} {scheme}",
+            f"{self.kind.exchange} {scheme}",
             logging.INFO,
             f"ep_moe runs {self.name} and layers like it: {self.group.num_ranks} ranks, scheme {scheme}, layout "
-            f"{layouts} (by the step's tokens), at most {sizes.max_tokens_per_rank} tokens per rank",
+            f"{layouts} (by the step's tokens), {how}",
         )
-        return transport
 
     def _with_input_scales(self, parameters: Any, weights: ExpertWeights) -> ExpertWeights:
         """Add static scales of activations, if any: one for all experts of all ranks, the largest, since an

@@ -11,12 +11,11 @@ import torch
 from sglang.srt.eplb.expert_distribution import get_global_expert_distribution_recorder
 from sglang.srt.layers.moe.token_dispatcher.base import BaseDispatcher, CombineInputFormat, DispatchOutputFormat
 from sglang.srt.layers.moe.token_dispatcher.deepep import DeepEPPDispatchHooks
-from sglang.srt.layers.moe.topk import TopKOutputChecker
 from sglang.srt.runtime_context import get_exec
 
-from ep_moe.engines.common.rows import end_round, rows_to_send, send_rows, whole_output
+from ep_moe.engines.common.rows import RowShare, end_round, rows_to_send, send_rows
 from ep_moe.engines.sglang.method import LayerMethod
-from ep_moe.engines.sglang.step import bound, without_padding
+from ep_moe.engines.sglang.step import bound, standard
 from ep_moe.group import PeerLostError
 from ep_moe.layer import ExpertParallelMoE
 from ep_moe.transport import Dispatched
@@ -53,13 +52,50 @@ class EpMoeDispatchOutput(NamedTuple):
         return EpMoeCombineInput(self.state.experts(self.made, self.dispatched), self.dispatched)
 
 
+class EqualRows(NamedTuple):
+    """Rows that all ranks have, for the experts; or what a rank returns for them."""
+
+    hidden_states: torch.Tensor
+    topk_output: Any = None
+    state: LayerMethod | None = None
+    hidden_states_scale: torch.Tensor | None = None
+
+    @property
+    def format(self) -> DispatchOutputFormat:
+        """Rows for this rank's experts, which only ours compute."""
+        return DispatchOutputFormat.DEEPEP_NORMAL
+
+    def compute(self) -> "EqualRows":
+        """This rank's part of their sums. Local."""
+        assert self.state is not None
+        return EqualRows(self.state.part(self.hidden_states, self.topk_output))
+
+
+class EqualRowsDispatcher(BaseDispatcher):
+    """For a2a "none", where all ranks have equal rows: nothing is sent, and the model adds up what ranks return.
+
+    Args: state: of the layer.
+    """
+
+    def __init__(self, state: LayerMethod) -> None:
+        super().__init__()
+        self._state = state
+
+    def dispatch(self, hidden_states: torch.Tensor, topk_output: Any) -> EqualRows:
+        """The rows [T, H], with ids and weights [T, K]. Local."""
+        return EqualRows(hidden_states, topk_output, self._state)
+
+    def combine(self, combine_input: EqualRows) -> torch.Tensor:
+        """What this rank's experts have computed, [T, H]. Local."""
+        return combine_input.hidden_states
+
+
 @dataclasses.dataclass(slots=True)
 class _Round:
     """A round on a slot. In its context, an error of this rank ends it, and the other ranks get NaN for its part."""
 
     state: LayerMethod
     made: ExpertParallelMoE
-    num_rows: int  # T, before ranks with equal rows share them
     slot: int
     returning: Dispatched | None = None  # after `combine_send`
 
@@ -78,10 +114,7 @@ class _Round:
 
 
 class EpMoeDispatcher(BaseDispatcher):
-    """Dispatch and combine of one of our transports. Slots are SGLang's sub-batches.
-
-    Where all ranks have equal rows (a2a "none"), each sends its slice of them and leaves zeros in the others, which the
-    sum of the model completes.
+    """Dispatch and combine of one of our transports, with a2a "deepep". Slots are SGLang's sub-batches.
 
     Args: state: of the layer.
     """
@@ -123,9 +156,9 @@ class EpMoeDispatcher(BaseDispatcher):
 
     def _begin(self, hidden_states: torch.Tensor, topk_output: Any, slot: int, *, halves: bool) -> Dispatched | None:
         """Send this rank's rows; returns what arrives, None if it is received later. Collective."""
-        state, num_rows = self._state, hidden_states.shape[0]
+        state = self._state
         made = state.of_step()
-        opened = self._rounds[slot] = _Round(state, made, num_rows, slot)
+        opened = self._rounds[slot] = _Round(state, made, slot)
         with opened:
             return send_rows(
                 made.transport,
@@ -135,7 +168,7 @@ class EpMoeDispatcher(BaseDispatcher):
                 slot=slot,
                 halves=halves,
                 scheme=made.scheme,
-                max_num_tokens=bound(num_rows, state.share, made.transport),
+                max_num_tokens=bound(hidden_states.shape[0], made.transport),
                 layer=made.tag,
             )
 
@@ -150,9 +183,8 @@ class EpMoeDispatcher(BaseDispatcher):
         """What the experts get."""
         assert dispatched is not None
         batch = dispatched.batch
-        if not self._state.equal_rows:
-            with opened:
-                self._record(batch.expert_num_tokens)
+        with opened:
+            self._record(batch.expert_num_tokens)
         return EpMoeDispatchOutput(batch.x, batch.scale, dispatched, self._state, opened.made)
 
     def combine_a(self, combine_input: EpMoeCombineInput, tbo_subbatch_index: int | None = None) -> None:
@@ -168,38 +200,23 @@ class EpMoeDispatcher(BaseDispatcher):
 
     def _results(self, slot: int, returned: EpMoeCombineInput | None) -> torch.Tensor:
         """The results of this rank's rows, [T, H]; `returned`: the experts' output, None if it has been sent."""
-        share, opened = self._state.share, self._rounds[slot]
-        transport, num_rows = opened.made.transport, opened.num_rows
-        config = transport.config
+        opened = self._rounds[slot]
+        transport = opened.made.transport
         with opened:
-            output = torch.empty(num_rows, config.hidden, dtype=config.dtype, device=transport.device)
-            own = output[share.own(num_rows)]
-            if returned is None:
-                dispatched, opened.returning = opened.returning, None
-                assert dispatched is not None
-                transport.combine_recv(dispatched, out=own)
-            else:
-                transport.combine(returned.hidden_states, returned.dispatched, out=own)
-        whole_output(share, None, output)
-        return output
+            if returned is not None:
+                return transport.combine(returned.hidden_states, returned.dispatched)
+            dispatched, opened.returning = opened.returning, None
+            assert dispatched is not None
+            return transport.combine_recv(dispatched)
 
     def _rows(self, made: ExpertParallelMoE, hidden_states: torch.Tensor, topk_output: Any) -> tuple[Any, Any]:
         """This rank's rows and their routing."""
-        state = self._state
-        if not TopKOutputChecker.format_is_standard(topk_output):
-            raise ValueError(f"the router's output is {topk_output.format}, needed is the standard one")
-        ids, weights = topk_output.topk_ids, topk_output.topk_weights
-        if state.equal_rows:
-            ids = without_padding(ids)
-        if state.factor is not None:
-            weights = weights * state.factor
         return rows_to_send(
             hidden_states,
-            ids,
-            weights,
-            share=state.share,
+            *standard(topk_output),
+            share=RowShare(),
             scheme=made.scheme,
-            weights_on_input=state.weights_on_input,
+            weights_on_input=self._state.weights_on_input,
             input_scale=made.weights.w13_input_scale,
         )
 

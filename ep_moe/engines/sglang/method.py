@@ -9,9 +9,10 @@ from sglang.srt.layers.moe.utils import get_moe_a2a_backend
 
 from ep_moe.config import Layout
 from ep_moe.engines.common.engine_layer import EngineLayer, LayerKind
+from ep_moe.engines.common.local import LocalExperts
 from ep_moe.engines.common.plugin import Plugin, adopt
 from ep_moe.engines.common.rows import RowShare
-from ep_moe.engines.sglang.step import layout_of
+from ep_moe.engines.sglang.step import layout_of, standard, without_padding
 from ep_moe.layer import ExpertParallelMoE
 from ep_moe.transport import Dispatched
 
@@ -43,16 +44,15 @@ class LayerMethod(EngineLayer):
         self.weights_on_input = bool(runner.apply_router_weight_on_input)
         self._layer = layer
         self._made: dict[Layout, ExpertParallelMoE] = {}
+        self._local: LocalExperts | None = None
 
     @property
     def factor(self) -> float | None:
-        """What weights are multiplied by because SGLang's own experts on a GPU would multiply their output by it.
-
-        With a2a "deepep", on CPUs, and where the router does it, the model or the router multiplies.
-        """
+        """What weights of equal rows are multiplied by because SGLang's own experts on a GPU would multiply their
+        output by it. On CPUs, and where the router does it, the model or the router multiplies."""
         factor: float | None = self._layer.moe_runner_config.routed_scaling_factor
-        theirs = self.equal_rows and self._device.type == "cuda"
-        return factor if theirs and not self._layer.should_fuse_routed_scaling_factor_in_topk else None
+        theirs = self._device.type == "cuda" and not self._layer.should_fuse_routed_scaling_factor_in_topk
+        return factor if theirs else None
 
     def load(self, layer: Any) -> None:
         """Take the layer's parameters; called again after each reload of weights. Collective at the first call.
@@ -63,7 +63,20 @@ class LayerMethod(EngineLayer):
         interleaved = getattr(layer, "inference_moe_w13_interleaved", False)
         if interleaved and "global_scale" in loaded.method.parts and not loaded.interleaved:
             self.kind = dataclasses.replace(self.kind, loaded=dataclasses.replace(loaded, interleaved=True))
-        self._made = self.moe_layers(layer)
+        if self.equal_rows:
+            self._local = self.local_experts(layer)
+        else:
+            self._made = self.moe_layers(layer)
+
+    def part(self, hidden_states: torch.Tensor, topk_output: Any) -> torch.Tensor:
+        """This rank's part of the sums of equal rows [T, H]. Errors: RuntimeError before weights are loaded. Local."""
+        if self._local is None:
+            raise RuntimeError(f"{self.name} was called before its weights were loaded")
+        ids, weights = standard(topk_output)
+        if self.factor is not None:
+            weights = weights * self.factor
+        layout, on_input = layout_of(self.layouts), self.weights_on_input
+        return self._local(hidden_states, without_padding(ids), weights, layout, weights_on_input=on_input)
 
     def of_step(self) -> ExpertParallelMoE:
         """Our layer, in the layout of this step. Errors: RuntimeError before weights are loaded. Local."""

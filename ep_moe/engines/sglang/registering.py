@@ -65,7 +65,7 @@ class _Layers:
 
     def around_dispatcher(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Our dispatcher for a layer that is eligible, whose method then computes here."""
-        from ep_moe.engines.sglang.dispatcher import EpMoeDispatcher
+        from ep_moe.engines.sglang.dispatcher import EpMoeDispatcher, EqualRowsDispatcher
         from ep_moe.engines.sglang.eligibility import kind_of_layer
         from ep_moe.engines.sglang.method import LayerMethod, compute_here
 
@@ -80,7 +80,7 @@ class _Layers:
         self._runner_error = None
         state = LayerMethod(self._plugin, layer, kind)
         compute_here(layer.quant_method, state)
-        return EpMoeDispatcher(state)
+        return EqualRowsDispatcher(state) if state.equal_rows else EpMoeDispatcher(state)
 
 
 def _around_deepep_layer(original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:

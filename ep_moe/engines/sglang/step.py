@@ -1,5 +1,7 @@
 """A step of SGLang: the most rows of any step, the rows of this one, and its layout."""
 
+from typing import Any
+
 import torch
 from sglang.srt.environ import envs
 from sglang.srt.layers.dp_attention import (
@@ -9,10 +11,10 @@ from sglang.srt.layers.dp_attention import (
     is_dp_max_padding,
     mask_dp_pad_moe_topk_ids,
 )
+from sglang.srt.layers.moe.topk import TopKOutputChecker
 from sglang.srt.runtime_context import get_exec, get_model, get_parallel, get_schedule, get_spec
 
 from ep_moe.config import Layout
-from ep_moe.engines.common.rows import RowShare
 from ep_moe.transport import Transport
 
 # SGLang's own upper limit of running requests without an option: it is known only once the KV cache has its size
@@ -22,8 +24,8 @@ MOST_REQUESTS = 4096
 def most_tokens() -> int:
     """The most rows that this rank sends in a step, before SGLang knows its number of requests. Local.
 
-    Rows are those of a data-parallel rank, of which each of its attention-parallel ranks sends a part, in both modes:
-    with a2a "deepep" SGLang spreads them, with "none" we take a slice of those of all ranks.
+    Rows are those of a data-parallel rank, which a2a "deepep" spreads over its attention-parallel ranks. With "none"
+    nothing is sent, and every rank has as many times this as there are ranks.
     """
     schedule, graph = get_schedule(), get_exec().graph.cuda_graph_config
     chunk = schedule.chunked_prefill_size
@@ -36,13 +38,10 @@ def most_tokens() -> int:
     return -(-rows // get_parallel().attn_tp_size)
 
 
-def bound(num_rows: int, share: RowShare, transport: Transport) -> int | None:
-    """The most rows that any rank sends in this step, equal on all ranks; None if unknown. Local, no device sync.
-
-    Args: num_rows: that the layer is called with. share: this rank's part of them.
-    """
-    if share.sharers > 1 or transport.num_ranks == 1:
-        return share.most(num_rows)
+def bound(num_rows: int, transport: Transport) -> int | None:
+    """The most rows that any rank sends in this step, equal on all ranks; None if unknown. Local, no device sync."""
+    if transport.num_ranks == 1:
+        return num_rows
     counts = get_dp_global_num_tokens() if is_dp_attention_enabled() else None
     if not counts:
         return None
@@ -53,6 +52,13 @@ def bound(num_rows: int, share: RowShare, transport: Transport) -> int | None:
 def layout_of(layouts: tuple[Layout, ...]) -> Layout:
     """The layout of this step: the last if any rank has a prompt in it, which all ranks know, else the first. Local."""
     return layouts[-1] if get_is_extend_in_batch() else layouts[0]
+
+
+def standard(topk_output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The router's ids and weights. Errors: ValueError for another format of its output. Local."""
+    if not TopKOutputChecker.format_is_standard(topk_output):
+        raise ValueError(f"the router's output is {topk_output.format}, needed is the standard one")
+    return topk_output.topk_ids, topk_output.topk_weights
 
 
 def without_padding(topk_ids: torch.Tensor) -> torch.Tensor:

@@ -12,10 +12,11 @@ from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CO
 
 from ep_moe.config import Layout
 from ep_moe.engines.common.engine_layer import EngineLayer, LayerKind
+from ep_moe.engines.common.local import LocalExperts
 from ep_moe.engines.common.plugin import Plugin, adopt
 from ep_moe.engines.vllm.experts import EpMoeBatchedExperts, EpMoeStandardExperts
 from ep_moe.engines.vllm.prepare_finalize import EpMoePrepareAndFinalize, RoundOptions
-from ep_moe.engines.vllm.step import in_micro_batch, share_of, shared_experts_beside, tokens_of_ranks
+from ep_moe.engines.vllm.step import in_micro_batch, share_of, shared_experts_beside, tokens_of_ranks, without_padding
 from ep_moe.group import PeerLostError
 from ep_moe.layer import ExpertParallelMoE
 from ep_moe.layout.frame import compact_rows
@@ -48,13 +49,19 @@ class LayerMethod(EngineLayer):
         self._moe = moe
         self._values = kind.loaded.method.names["values"]
         self._kernels: dict[Layout, mk.FusedMoEKernel] = {}
+        self._local: LocalExperts | None = None
+        self.local = self.share.sharers == self.group.num_ranks  # rows do not move
 
-    def load(self, layer: Any) -> mk.FusedMoEKernel:
+    def load(self, layer: Any) -> mk.FusedMoEKernel | None:
         """Take the layer's parameters; called again after each reload of weights.
 
-        Returns: the kernel of the first layout; vLLM asks it for properties that all layouts share.
+        Returns: the kernel of the first layout; vLLM asks it for properties that all layouts share. None if rows do not
+            move: vLLM's all-reduce adds up what ranks return.
         Collective at the first call, without a deadline: ranks read checkpoints at different speeds.
         """
+        if self.local:
+            self._local = self.local_experts(layer)
+            return None
         self._kernels = {layout: self._kernel(made) for layout, made in self.moe_layers(layer).items()}
         return self._kernels[self.layouts[0]]
 
@@ -70,8 +77,11 @@ class LayerMethod(EngineLayer):
         """Compute the layer, a RoutedExperts, for the rows of this rank.
 
         Errors: as of `Transport.dispatch_send`; any other failure of this rank is raised here after its round is ended.
-        `PeerLostError` is logged. Collective.
+        `PeerLostError` is logged. Collective, unless rows do not move.
         """
+        if self._local is not None:
+            ids, on_input = without_padding(topk_ids, self.share), layer.apply_router_weight_on_input
+            return self._local(x, ids, topk_weights, self._layout(x.shape[0]), weights_on_input=on_input)
         kernel = self._kernels[self._layout(x.shape[0])]
         exchange: EpMoePrepareAndFinalize = kernel.prepare_finalize
         halves = in_micro_batch()
@@ -159,7 +169,10 @@ def compute_here(method: Any, state: LayerMethod) -> None:
         is_monolithic=no,
         skip_forward_padding=no,
         has_unpadded_output=no,
-        mk_can_overlap_shared_experts=property(lambda self: not shared_experts_beside()),  # asked in each forward
+        supports_internal_mk=True,  # also without a kernel
+        topk_indices_dtype=property(lambda self: torch.int32),  # needs no conversion
+        # asked in each forward; if not, vLLM runs them before or beside ours
+        mk_can_overlap_shared_experts=property(lambda self: not state.local and not shared_experts_beside()),
         supports_pre_processed_weights=False,
         maybe_roundup_sizes=keep_sizes,
         process_weights_after_loading=process_weights_after_loading,

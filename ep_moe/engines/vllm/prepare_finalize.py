@@ -12,7 +12,7 @@ import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 
 from ep_moe.config import Layout
 from ep_moe.engines.common.rows import RowShare, end_round, rows_to_send, send_rows, whole_output
-from ep_moe.engines.vllm.step import current_slot, padding, tokens_of_ranks
+from ep_moe.engines.vllm.step import current_slot, tokens_of_ranks, without_padding
 from ep_moe.layout import ExpertBatch, Flat
 from ep_moe.quant import Quantized, QuantScheme
 from ep_moe.routing import Routing
@@ -222,12 +222,9 @@ class EpMoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
     ) -> tuple[torch.Tensor | Quantized, Routing]:
         """This rank's rows and their routing; rows of padding have no expert."""
         share = self.options.share
-        padded = padding(a1.shape[0], share)
-        if padded is not None:
-            topk_ids = topk_ids.masked_fill(padded.unsqueeze(1), -1)
         return rows_to_send(
             a1,
-            topk_ids,
+            without_padding(topk_ids, share),
             topk_weights,
             share=share,
             scheme=self.options.scheme,

@@ -60,18 +60,17 @@ def shared_experts_beside() -> bool:
     return bool(rows <= envs.VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD)
 
 
-def padding(num_rows: int, share: RowShare) -> torch.Tensor | None:
-    """A bool mask [T] of the rows that are padding, None if the engine names none. Local, no device sync."""
+def without_padding(topk_ids: torch.Tensor, share: RowShare) -> torch.Tensor:
+    """The ids [T, K], -1 in rows that are padding, if the engine names any. Local, no device sync."""
     context = get_forward_context() if is_forward_context_available() else None
     mask: torch.Tensor | None = getattr(context, "is_padding", None)
-    if mask is None:
-        return None
-    offset = getattr(ubatching, "dbo_current_ubatch_token_offset", None)
-    if offset is None and ubatching.dbo_enabled():
-        return None  # in 0.26 the start of a micro-batch is unknown
+    num_rows, offset = topk_ids.shape[0], getattr(ubatching, "dbo_current_ubatch_token_offset", None)
+    if mask is None or (offset is None and ubatching.dbo_enabled()):
+        return topk_ids  # in 0.26 the start of a micro-batch is unknown
     first = 0 if offset is None else offset()
     if share.chunks > 1:
         first += share.rank * num_rows
     mask = mask[first : first + num_rows]
     missing = num_rows - mask.shape[0]  # rows that sequence parallelism has added behind the last one
-    return mask if missing <= 0 else torch.nn.functional.pad(mask, (0, missing), value=True)
+    padded = mask if missing <= 0 else torch.nn.functional.pad(mask, (0, missing), value=True)
+    return topk_ids.masked_fill(padded.unsqueeze(1), -1)
