@@ -1,19 +1,26 @@
 """SGLang as `serve_engine` drives it: its `Engine`, which is its server without HTTP."""
 
 import argparse
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-ENVIRON = {"SGLANG_IS_FLASHINFER_AVAILABLE": "false", "EP_MOE_SERVE_STAND_INS": "sglang"}
+ENVIRON = {
+    "SGLANG_IS_FLASHINFER_AVAILABLE": "false",
+    "SGLANG_SKIP_P2P_CHECK": "1",  # it starts processes without our stand-ins
+    "EP_MOE_SERVE_STAND_INS": "sglang",
+}
 SWITCH = "EP_MOE_SGLANG"
 
 
 def stand_ins() -> None:
-    """Empty modules for the packages that nothing here calls, in each process before it imports SGLang."""
+    """Empty modules for the packages that nothing here calls, in each process before it imports SGLang. Its compiled
+    kernels normalize by themselves where FlashInfer has no such module."""
     import time_sglang
 
     time_sglang._without_others()
+    sys.modules["flashinfer.norm"] = None  # type: ignore[assignment]
 
 
 def preload() -> None:

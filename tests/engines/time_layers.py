@@ -145,10 +145,10 @@ def fill(weights: ExpertWeights, case: Case, layer: Any) -> None:
     for name, matrix, bias in (("w13", weights.w13, weights.w13_bias), ("w2", weights.w2, weights.w2_bias)):
         for part, values in (("weight", matrix.values), (scale, matrix.scale), ("bias", bias)):
             if values is not None:
-                in_turn = case.gpt_oss and name == "w13"
-                values = torch.stack(values.chunk(2, 1), 2).flatten(1, 2) if in_turn else values
                 parameter = getattr(layer, f"{name}_{part}").data
-                parameter.copy_(values.view(parameter.dtype) if part == scale else values)  # bytes of e8m0 as they are
+                values = values.view(parameter.dtype) if part == scale else values  # e8m0, as bytes
+                in_turn = case.gpt_oss and name == "w13"
+                parameter.copy_(torch.stack(values.chunk(2, 1), 2).flatten(1, 2) if in_turn else values)
 
 
 def capture(engine: Engine, call: Callable[[], torch.Tensor]) -> Captured:

@@ -45,6 +45,7 @@ EAGER_TOKENS = 512  # steps with more rows have prompts
 def make(*, rank: int, world: int, port: int, max_tokens: int) -> "Sglang":
     """Import SGLang and start its ranks. Collective."""
     os.environ.update(EP_MOE_SGLANG="1", EP_MOE_STRICT="1", SGLANG_IS_FLASHINFER_AVAILABLE="false")
+    os.environ["SGLANG_SKIP_P2P_CHECK"] = "1"  # it starts processes without `_without_others`
     _without_others()
     return Sglang(rank=rank, world=world, port=port, max_tokens=max_tokens)
 
