@@ -459,8 +459,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--requests ({options.requests}) or --prompt-tokens ({options.prompt_tokens}) do not fit")
     if options.in_process and (options.engine != "vllm" or options.nproc > 1):
         parser.error("--in-process is for vLLM on one GPU")
-    if options.append and set(options.turns) != {"off", "on"}:
-        parser.error(f"--append needs --turns ({' '.join(options.turns)}) with and without the plug-in")
+    if options.append and (options.turns[0], set(options.turns)) != ("off", {"off", "on"}):
+        parser.error(f"--append needs --turns ({' '.join(options.turns)}) that begin with off and have on")
     try:
         RowsFile(append=options.append, commit=options.commit)
         if options.append:
