@@ -161,7 +161,8 @@ class ExpertWeights(_Referable):
             if found != needed:
                 raise ValueError(f"{name} of the new weights is {found}, these have {needed}")
         for name, tensor in mine.items():
-            tensor.copy_(theirs[name])
+            if tensor.data_ptr() != theirs[name].data_ptr():
+                tensor.copy_(theirs[name])
 
     @classmethod
     def from_pretrained(

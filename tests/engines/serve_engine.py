@@ -95,6 +95,9 @@ class Engine(Protocol):
     async def first_logprobs(self, prompt: list[int], count: int) -> dict[int, float]:
         """The most probable tokens after a prompt, and the logarithms of their probabilities."""
 
+    async def sleep(self) -> None:
+        """Give the GPU's memory back, then take it again."""
+
     def close(self) -> None:
         """End its processes."""
 
@@ -182,7 +185,9 @@ def differences(logprobs: Sequence[Mapping[str, float]], reference: Sequence[Map
 
 
 async def measure(engine: Any, options: argparse.Namespace) -> None:
-    """Measure every setting of one turn; lines go to the turn's file as soon as they are there."""
+    """Measure every setting of one turn; lines go to the turn's file as soon as they are there. Log-probabilities are
+    asked for before, behind, and after --sleep."""
+    await _note_logprobs(engine, options, "before")
     for setting in settings(options):
         passes = []
         for _ in range(PASSES):
@@ -192,11 +197,18 @@ async def measure(engine: Any, options: argparse.Namespace) -> None:
         equal = len({found["tokens_sha256"] for found in passes}) == 1
         with options.lines.open("a") as file:
             file.write(json.dumps({"version": engine.version, **best, "passes_equal": equal}) + "\n")
+    await _note_logprobs(engine, options, "behind")
+    if options.sleep:
+        await engine.sleep()
+        await _note_logprobs(engine, options, "after sleep")
+
+
+async def _note_logprobs(engine: Any, options: argparse.Namespace, when: str) -> None:
     if hasattr(engine, "first_logprobs"):
         requests, count = LOGPROBS
         setting = Setting("logprobs", requests, options.prompt_tokens, 1)
-        asked = [engine.first_logprobs(prompt, count) for prompt in setting.prompts()]
-        row = {**dataclasses.asdict(setting), "version": engine.version, "logprobs": await asyncio.gather(*asked)}
+        found = await asyncio.gather(*(engine.first_logprobs(prompt, count) for prompt in setting.prompts()))
+        row = {**dataclasses.asdict(setting), "version": engine.version, "when": when, "logprobs": found}
         with options.lines.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
@@ -446,6 +458,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--moe-backend", help="of the engine's own experts")
     parser.add_argument("--set", nargs="+", type=assignment, default=[], help="more options of the engine: NAME=JSON")
     parser.add_argument("--memory", type=float, default=0.88, help="part of a GPU that the engine takes")
+    parser.add_argument("--sleep", action="store_true", help="vLLM sleeps and wakes up at the end of each turn")
     parser.add_argument("--timeout-secs", type=float, default=240.0, help="of a turn")
     parser.add_argument("--budget-secs", type=float, default=560.0, help="no turn begins that might end after it")
     parser.add_argument("--logs", type=Path, default=Path("serve_logs"), help="folder for logs and lines")
@@ -457,6 +470,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} ({getattr(options, name)}) must be positive")
     if min(options.requests) < 1 or options.prompt_tokens > options.max_tokens:
         parser.error(f"--requests ({options.requests}) or --prompt-tokens ({options.prompt_tokens}) do not fit")
+    if options.sleep and (options.engine != "vllm" or options.in_process):
+        parser.error("--sleep is for vLLM in processes of its own")
     if options.in_process and (options.engine != "vllm" or options.nproc > 1):
         parser.error("--in-process is for vLLM on one GPU")
     if options.append and (options.turns[0], set(options.turns)) != ("off", {"off", "on"}):

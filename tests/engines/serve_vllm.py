@@ -60,7 +60,7 @@ def arguments(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         found["attention_backend"] = options.attention
     if options.moe_backend:
         found["moe_backend"] = options.moe_backend
-    return found | dict(options.set)
+    return found | ({"enable_sleep_mode": True} if options.sleep else {}) | dict(options.set)
 
 
 class Vllm:
@@ -95,6 +95,11 @@ class Vllm:
             for one in output.outputs[0].logprobs or []:
                 found |= {token: value.logprob for token, value in one.items()}
         return found
+
+    async def sleep(self) -> None:
+        """Keep the weights in the host's memory, and bring them back."""
+        await self._engine.sleep(level=1)
+        await self._engine.wake_up()
 
     def close(self) -> None:
         self._engine.shutdown()

@@ -272,7 +272,10 @@ def test_ranks_become_options_of_engines(tmp_path: Path, nproc: int, ranks: str)
         (["--append", "rows.jsonl", "--commit", "main"], "commit ('main') is not 7 to 40 hex digits"),
         (["--append", "rows.txt", "--commit", "d18acff"], "append ('rows.txt') must end in .jsonl"),
         (["--append", "/proc/rows.jsonl", "--commit", "d18acff"], "append ('/proc/rows.jsonl') cannot be written"),
-        (["--append", "rows.jsonl", "--commit", "d18acff", "--turns", "on"], "--append needs --turns (on) that begin with off"),
+        (
+            ["--append", "rows.jsonl", "--commit", "d18acff", "--turns", "on"],
+            "--append needs --turns (on) that begin with off",
+        ),
     ],
 )
 def test_wrong_options_are_refused(

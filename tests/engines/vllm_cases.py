@@ -29,6 +29,7 @@ from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CO
 from vllm.model_executor.layers.fused_moe.experts.fused_batched_moe import NaiveBatchedExperts
 from vllm.model_executor.layers.fused_moe.prepare_finalize.batched import BatchedPrepareAndFinalize
 from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.worker import ubatching, workspace
 from vllm_twins import DEVICE
 
@@ -341,6 +342,22 @@ def reloaded(made: Any) -> None:
     for _ in range(2):
         for layer in made.experts:
             layer.quant_method.process_weights_after_loading(layer)
+    made.check()
+
+
+def reloaded_in_place(made: Any) -> None:
+    """vLLM's `reload_weights`: new tensors are loaded and processed, then copied to those that graphs read."""
+    kept = [parameter.data_ptr() for layer in made.experts for parameter in layer.parameters()]
+    weights = get_model_loader(made.config.load_config).get_all_weights(made.config.model_config, made.model)
+    with torch.device(DEVICE):
+        initialize_layerwise_reload(made.model)
+        made.model.load_weights(weights)
+        finalize_layerwise_reload(made.model, made.config.model_config)
+    assert [parameter.data_ptr() for layer in made.experts for parameter in layer.parameters()] == kept
+    made.check()
+    swaps_are_seen(made)
+    with engine_cases.swapped(made.experts[0].get_expert_weights()):
+        assert engine_cases.fails(made), "what a balancer writes is not seen"
     made.check()
 
 

@@ -160,14 +160,21 @@ class EngineLayer:
         return made
 
     def _weights(self, parameters: Any) -> ExpertWeights:
-        """The weights of the engine's parameters. Collective, without a deadline, at the first layer of its kind."""
+        """The weights of the engine's parameters, where they were at the first call: CUDA graphs and launches read them
+        there, and vLLM's `reload_weights` processes new tensors, which it copies to the first ones afterwards.
+
+        Collective, without a deadline, at the first layer of its kind.
+        """
         self._order.arrange(parameters, self.kind.loaded)
         if self.kind.loaded.scheme.weight.granularity == "tensor":
             share_scale(parameters)
         if self.kind.exchange not in self.plugin.loaded:  # waits until all ranks have read their files
             self.group.wait_for_all("load")
             self.plugin.loaded.add(self.kind.exchange)
-        self.weights = self._with_input_scales(parameters, weights_of(parameters, self.kind.loaded))
+        found = self._with_input_scales(parameters, weights_of(parameters, self.kind.loaded))
+        if self.weights is None:
+            self.weights = found
+        self.weights.refit(found)
         return self.weights
 
     def _log(self, how: str) -> None:

@@ -59,6 +59,10 @@ class LayerMethod(EngineLayer):
             move: vLLM's all-reduce adds up what ranks return.
         Collective at the first call, without a deadline: ranks read checkpoints at different speeds.
         """
+        if type(layer.quant_method).__name__ == "AutoGPTQMoEMethod":
+            for name in ("w13_bias", "w2_bias"):  # which 0.33 makes whether or not the checkpoint has them
+                if name not in getattr(layer, "_loaded_expert_biases", (name,)):
+                    layer.register_parameter(name, None)
         if self.local:
             self._local = self.local_experts(layer)
             return None
