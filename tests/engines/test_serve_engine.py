@@ -154,6 +154,24 @@ def test_a_turn_that_fails_or_does_not_end_is_the_last(
     assert len(list((tmp_path / "logs").glob("*.log"))) == (1 if wrong else 2)
 
 
+def test_logprobs_are_asked_for_around_the_settings_and_after_sleep(tmp_path: Path) -> None:
+    class Sleeper(Echo):
+        """Its tokens' probabilities say how often it has slept."""
+
+        slept = 0
+
+        async def sleep(self) -> None:
+            self.slept += 1
+
+        async def first_logprobs(self, prompt: list[int], count: int) -> dict[int, float]:
+            return {prompt[0]: -float(self.slept)}
+
+    rows = measured(tmp_path, Sleeper(), "--no-prefill", "--sleep")
+    assert [row.get("when", row["name"]) for row in rows] == ["before", "decode", "decode", "behind", "after sleep"]
+    found = [{value for of_prompt in row["logprobs"] for value in of_prompt.values()} for row in rows if "when" in row]
+    assert found == [{0.0}, {0.0}, {-1.0}]
+
+
 def test_logprobs_are_compared_with_the_first_turn() -> None:
     reference = [{"1": -1.0, "2": -1.5, "3": -9.0}, {"4": -2.0, "5": -2.25}]
     assert serve_engine.differences(reference, reference) == {
@@ -268,6 +286,7 @@ def test_ranks_become_options_of_engines(tmp_path: Path, nproc: int, ranks: str)
         (["--requests", "0"], "--requests ([0]) or"),
         (["--set", "seed"], "argument --set: invalid assignment value: 'seed'"),
         (["--in-process", "--nproc", "2"], "--in-process is for vLLM on one GPU"),
+        (["--in-process", "--sleep"], "--sleep is for vLLM in processes of its own"),
         (["--append", "rows.jsonl"], "append needs --commit"),
         (["--append", "rows.jsonl", "--commit", "main"], "commit ('main') is not 7 to 40 hex digits"),
         (["--append", "rows.txt", "--commit", "d18acff"], "append ('rows.txt') must end in .jsonl"),

@@ -53,22 +53,20 @@ class EpMoeDispatchOutput(NamedTuple):
 
 
 class EqualRows(NamedTuple):
-    """Rows that all ranks have, for the experts; or what a rank returns for them."""
+    """Rows that all ranks have, for the experts."""
 
     hidden_states: torch.Tensor
-    topk_output: Any = None
-    state: LayerMethod | None = None
-    hidden_states_scale: torch.Tensor | None = None
+    topk_output: Any
+    state: LayerMethod
 
     @property
     def format(self) -> DispatchOutputFormat:
         """Rows for this rank's experts, which only ours compute."""
         return DispatchOutputFormat.DEEPEP_NORMAL
 
-    def compute(self) -> "EqualRows":
-        """This rank's part of their sums. Local."""
-        assert self.state is not None
-        return EqualRows(self.state.part(self.hidden_states, self.topk_output))
+    def compute(self) -> torch.Tensor:
+        """This rank's part of their sums, [T, H]. Local."""
+        return self.state.part(self.hidden_states, self.topk_output)
 
 
 class EqualRowsDispatcher(BaseDispatcher):
@@ -85,9 +83,9 @@ class EqualRowsDispatcher(BaseDispatcher):
         """The rows [T, H], with ids and weights [T, K]. Local."""
         return EqualRows(hidden_states, topk_output, self._state)
 
-    def combine(self, combine_input: EqualRows) -> torch.Tensor:
-        """What this rank's experts have computed, [T, H]. Local."""
-        return combine_input.hidden_states
+    def combine(self, combine_input: torch.Tensor) -> torch.Tensor:
+        """What this rank's experts have computed, as it is. Local."""
+        return combine_input
 
 
 @dataclasses.dataclass(slots=True)

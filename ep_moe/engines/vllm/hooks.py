@@ -17,6 +17,8 @@ vllm.model_executor.layers.fused_moe.fused_moe_method_base:
     FusedMoEMethodBase.process_weights_after_loading(layer)
     FusedMoEMethodBase.is_monolithic
     FusedMoEMethodBase.mk_can_overlap_shared_experts
+    FusedMoEMethodBase.supports_internal_mk
+    FusedMoEMethodBase.topk_indices_dtype
     FusedMoEMethodBase.maybe_roundup_sizes(hidden_size, intermediate_size_per_partition)
 vllm.model_executor.layers.fused_moe.modular_kernel:
     FusedMoEPrepareAndFinalizeModular.prepare(
