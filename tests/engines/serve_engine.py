@@ -85,14 +85,15 @@ class Answer:
 
 
 class Engine(Protocol):
-    """An engine that runs; instead of the first two it may have `answers`, of all requests in one call."""
+    """An engine that runs; instead of the first two it may have `answers`, of all requests in one call. Requests go to
+    data-parallel ranks in turn by their `number`, so that each pass computes the same steps."""
 
     version: str
 
-    def stream(self, prompt: list[int], new_tokens: int) -> Any:
+    def stream(self, prompt: list[int], new_tokens: int, number: int) -> Any:
         """An asynchronous iterator of new tokens."""
 
-    async def first_logprobs(self, prompt: list[int], count: int) -> dict[int, float]:
+    async def first_logprobs(self, prompt: list[int], count: int, number: int) -> dict[int, float]:
         """The most probable tokens after a prompt, and the logarithms of their probabilities."""
 
     async def sleep(self) -> None:
@@ -111,11 +112,11 @@ def settings(options: argparse.Namespace) -> list[Setting]:
     return found
 
 
-async def answer(engine: Engine, prompt: list[int], new_tokens: int, began: float) -> Answer:
+async def answer(engine: Engine, prompt: list[int], new_tokens: int, number: int, began: float) -> Answer:
     """Send one request. Errors: RuntimeError if it ends early."""
     tokens: list[int] = []
     first = last = 0.0
-    async for new in engine.stream(prompt, new_tokens):
+    async for new in engine.stream(prompt, new_tokens, number):
         if new:
             last = time.perf_counter() - began
             first = first or last
@@ -131,7 +132,8 @@ async def answers(engine: Any, setting: Setting) -> list[Answer]:
     if hasattr(engine, "answers"):
         return [Answer(*found) for found in engine.answers(prompts, setting.new_tokens)]
     began = time.perf_counter()
-    return list(await asyncio.gather(*(answer(engine, prompt, setting.new_tokens, began) for prompt in prompts)))
+    sent = (answer(engine, prompt, setting.new_tokens, number, began) for number, prompt in enumerate(prompts))
+    return list(await asyncio.gather(*sent))
 
 
 def figures(setting: Setting, found: Sequence[Answer]) -> dict[str, Any]:
@@ -207,7 +209,8 @@ async def _note_logprobs(engine: Any, options: argparse.Namespace, when: str) ->
     if hasattr(engine, "first_logprobs"):
         requests, count = LOGPROBS
         setting = Setting("logprobs", requests, options.prompt_tokens, 1)
-        found = await asyncio.gather(*(engine.first_logprobs(prompt, count) for prompt in setting.prompts()))
+        asked = (engine.first_logprobs(prompt, count, number) for number, prompt in enumerate(setting.prompts()))
+        found = await asyncio.gather(*asked)
         row = {**dataclasses.asdict(setting), "version": engine.version, "when": when, "logprobs": found}
         with options.lines.open("a") as file:
             file.write(json.dumps(row) + "\n")

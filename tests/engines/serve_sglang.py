@@ -68,24 +68,31 @@ class Sglang:
 
         self.version = sglang.__version__
         self._engine = sglang.Engine(**arguments(folder, options))
+        self._ranks = options.nproc if options.ranks == "dp" and options.nproc > 1 else 0
 
-    async def stream(self, prompt: list[int], new_tokens: int) -> AsyncIterator[list[int]]:
+    def _rank(self, number: int) -> int | None:
+        return number % self._ranks if self._ranks else None
+
+    async def stream(self, prompt: list[int], new_tokens: int, number: int) -> AsyncIterator[list[int]]:
         """Greedy tokens, as they come."""
         sampling = {"temperature": 0.0, "max_new_tokens": new_tokens, "ignore_eos": True}
-        found: Any = await self._engine.async_generate(input_ids=prompt, sampling_params=sampling, stream=True)
+        found: Any = await self._engine.async_generate(
+            input_ids=prompt, sampling_params=sampling, stream=True, routed_dp_rank=self._rank(number)
+        )
         seen = 0
         async for output in found:
             tokens, count = list(output["output_ids"]), output["meta_info"]["completion_tokens"]
             yield tokens[seen:] if len(tokens) == count else tokens  # all so far, or those since the last
             seen = count
 
-    async def first_logprobs(self, prompt: list[int], count: int) -> dict[int, float]:
+    async def first_logprobs(self, prompt: list[int], count: int, number: int) -> dict[int, float]:
         """The most probable tokens after a prompt, and the logarithms of their probabilities."""
         found: Any = await self._engine.async_generate(
             input_ids=prompt,
             sampling_params={"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True},
             return_logprob=True,
             top_logprobs_num=count,
+            routed_dp_rank=self._rank(number),
         )
         return {token: value for value, token, _ in found["meta_info"]["output_top_logprobs"][0]}
 

@@ -24,8 +24,10 @@ class Echo:
 
     def __init__(self, spoiled: bool = False, lost: int = 0) -> None:
         self._spoiled, self._lost = spoiled, lost
+        self.numbers = list[int]()
 
-    async def stream(self, prompt: list[int], new_tokens: int) -> AsyncIterator[list[int]]:
+    async def stream(self, prompt: list[int], new_tokens: int, number: int) -> AsyncIterator[list[int]]:
+        self.numbers.append(number)
         tokens = prompt[: new_tokens - self._lost]
         if self._spoiled:
             tokens = [*tokens[:-1], -1]
@@ -50,7 +52,9 @@ def measured(tmp_path: Path, engine: Echo, *words: str) -> list[dict]:
 
 
 def test_every_setting_is_measured_and_prompts_do_not_change(tmp_path: Path) -> None:
-    rows = measured(tmp_path, Echo(), "--max-tokens", "16")
+    engine = Echo()
+    rows = measured(tmp_path, engine, "--max-tokens", "16")
+    assert engine.numbers == [number for count in (1, 3, 8) for _ in range(3) for number in range(count)]
     assert [(row["name"], row["requests"], row["prompt_tokens"], row["new_tokens"]) for row in rows] == [
         ("decode", 1, 9, 5),
         ("decode", 3, 9, 5),
@@ -163,7 +167,7 @@ def test_logprobs_are_asked_for_around_the_settings_and_after_sleep(tmp_path: Pa
         async def sleep(self) -> None:
             self.slept += 1
 
-        async def first_logprobs(self, prompt: list[int], count: int) -> dict[int, float]:
+        async def first_logprobs(self, prompt: list[int], count: int, number: int) -> dict[int, float]:
             return {prompt[0]: -float(self.slept)}
 
     rows = measured(tmp_path, Sleeper(), "--no-prefill", "--sleep")
