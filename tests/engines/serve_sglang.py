@@ -16,11 +16,11 @@ SWITCH = "EP_MOE_SGLANG"
 
 def stand_ins() -> None:
     """Empty modules for the packages that nothing here calls, in each process before it imports SGLang. Its compiled
-    kernels normalize by themselves where FlashInfer has no such module."""
+    kernels, which the first import loads, normalize by themselves where FlashInfer has no such module."""
     import time_sglang
 
-    time_sglang._without_others()
     sys.modules["flashinfer.norm"] = None  # type: ignore[assignment]
+    time_sglang._without_others()
 
 
 def preload() -> None:

@@ -43,10 +43,12 @@ class _Empty(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def install() -> None:
     """Make the packages; call it before SGLang is imported. torch and Triton look for some of them: they come first."""
-    import torch  # noqa: F401
+    import torch
     import triton  # noqa: F401
     import tvm_ffi  # noqa: F401
 
+    if not torch.cuda.is_available():  # it would call the NCCL that a CUDA build of torch brings
+        os.environ["SGLANG_NCCL_SO_PATH"] = "none"
     sys.meta_path.append(_Empty())
     found = importlib.util.find_spec("sglang.srt.models")
     assert found is not None

@@ -54,7 +54,9 @@ def measured(tmp_path: Path, engine: Echo, *words: str) -> list[dict]:
 def test_every_setting_is_measured_and_prompts_do_not_change(tmp_path: Path) -> None:
     engine = Echo()
     rows = measured(tmp_path, engine, "--max-tokens", "16")
-    assert engine.numbers == [number for count in (1, 3, 8) for _ in range(serve_engine.PASSES) for number in range(count)]
+    assert engine.numbers == [
+        number for count in (1, 3, 8) for _ in range(serve_engine.PASSES) for number in range(count)
+    ]
     assert [(row["name"], row["requests"], row["prompt_tokens"], row["new_tokens"]) for row in rows] == [
         ("decode", 1, 9, 5),
         ("decode", 3, 9, 5),
