@@ -85,15 +85,15 @@ class Answer:
 
 
 class Engine(Protocol):
-    """An engine that runs; instead of the first two it may have `answers`, of all requests in one call. Requests go to
-    data-parallel ranks in turn by their `number`, so that each pass computes the same steps."""
+    """An engine that runs; instead of the first two it may have `answers`, of all requests in one call. `rank` is the
+    data-parallel rank that computes a request, None if there is one place for all."""
 
     version: str
 
-    def stream(self, prompt: list[int], new_tokens: int, number: int) -> Any:
+    def stream(self, prompt: list[int], new_tokens: int, rank: int | None) -> Any:
         """An asynchronous iterator of new tokens."""
 
-    async def first_logprobs(self, prompt: list[int], count: int, number: int) -> dict[int, float]:
+    async def first_logprobs(self, prompt: list[int], count: int, rank: int | None) -> dict[int, float]:
         """The most probable tokens after a prompt, and the logarithms of their probabilities."""
 
     async def sleep(self) -> None:
@@ -112,11 +112,17 @@ def settings(options: argparse.Namespace) -> list[Setting]:
     return found
 
 
-async def answer(engine: Engine, prompt: list[int], new_tokens: int, number: int, began: float) -> Answer:
+def placed(options: argparse.Namespace, setting: Setting) -> list[tuple[list[int], int | None]]:
+    """The prompts of a setting and their ranks, in turn: each pass then computes the same steps."""
+    ranks = options.nproc if options.ranks == "dp" else 1
+    return [(prompt, number % ranks if ranks > 1 else None) for number, prompt in enumerate(setting.prompts())]
+
+
+async def answer(engine: Engine, prompt: list[int], new_tokens: int, rank: int | None, began: float) -> Answer:
     """Send one request. Errors: RuntimeError if it ends early."""
     tokens: list[int] = []
     first = last = 0.0
-    async for new in engine.stream(prompt, new_tokens, number):
+    async for new in engine.stream(prompt, new_tokens, rank):
         if new:
             last = time.perf_counter() - began
             first = first or last
@@ -126,13 +132,12 @@ async def answer(engine: Engine, prompt: list[int], new_tokens: int, number: int
     return Answer(tokens, first, last)
 
 
-async def answers(engine: Any, setting: Setting) -> list[Answer]:
+async def answers(engine: Any, options: argparse.Namespace, setting: Setting) -> list[Answer]:
     """Send all requests of a setting at once."""
-    prompts = setting.prompts()
     if hasattr(engine, "answers"):
-        return [Answer(*found) for found in engine.answers(prompts, setting.new_tokens)]
+        return [Answer(*found) for found in engine.answers(setting.prompts(), setting.new_tokens)]
     began = time.perf_counter()
-    sent = (answer(engine, prompt, setting.new_tokens, number, began) for number, prompt in enumerate(prompts))
+    sent = (answer(engine, prompt, setting.new_tokens, rank, began) for prompt, rank in placed(options, setting))
     return list(await asyncio.gather(*sent))
 
 
@@ -193,7 +198,7 @@ async def measure(engine: Any, options: argparse.Namespace) -> None:
     for setting in settings(options):
         passes = []
         for _ in range(PASSES):
-            passes.append(figures(setting, await answers(engine, setting)))
+            passes.append(figures(setting, await answers(engine, options, setting)))
             print(f"{setting.name} {setting.requests}: {passes[-1]['secs']:.2f} s", flush=True)
         best = min(passes[1:], key=lambda found: found["secs"])
         equal = len({found["tokens_sha256"] for found in passes}) == 1
@@ -209,7 +214,7 @@ async def _note_logprobs(engine: Any, options: argparse.Namespace, when: str) ->
     if hasattr(engine, "first_logprobs"):
         requests, count = LOGPROBS
         setting = Setting("logprobs", requests, options.prompt_tokens, 1)
-        asked = (engine.first_logprobs(prompt, count, number) for number, prompt in enumerate(setting.prompts()))
+        asked = (engine.first_logprobs(prompt, count, rank) for prompt, rank in placed(options, setting))
         found = await asyncio.gather(*asked)
         row = {**dataclasses.asdict(setting), "version": engine.version, "when": when, "logprobs": found}
         with options.lines.open("a") as file:

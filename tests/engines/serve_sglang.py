@@ -68,16 +68,12 @@ class Sglang:
 
         self.version = sglang.__version__
         self._engine = sglang.Engine(**arguments(folder, options))
-        self._ranks = options.nproc if options.ranks == "dp" and options.nproc > 1 else 0
 
-    def _rank(self, number: int) -> int | None:
-        return number % self._ranks if self._ranks else None
-
-    async def stream(self, prompt: list[int], new_tokens: int, number: int) -> AsyncIterator[list[int]]:
+    async def stream(self, prompt: list[int], new_tokens: int, rank: int | None) -> AsyncIterator[list[int]]:
         """Greedy tokens, as they come."""
         sampling = {"temperature": 0.0, "max_new_tokens": new_tokens, "ignore_eos": True}
         found: Any = await self._engine.async_generate(
-            input_ids=prompt, sampling_params=sampling, stream=True, routed_dp_rank=self._rank(number)
+            input_ids=prompt, sampling_params=sampling, stream=True, routed_dp_rank=rank
         )
         seen = 0
         async for output in found:
@@ -85,14 +81,14 @@ class Sglang:
             yield tokens[seen:] if len(tokens) == count else tokens  # all so far, or those since the last
             seen = count
 
-    async def first_logprobs(self, prompt: list[int], count: int, number: int) -> dict[int, float]:
+    async def first_logprobs(self, prompt: list[int], count: int, rank: int | None) -> dict[int, float]:
         """The most probable tokens after a prompt, and the logarithms of their probabilities."""
         found: Any = await self._engine.async_generate(
             input_ids=prompt,
             sampling_params={"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True},
             return_logprob=True,
             top_logprobs_num=count,
-            routed_dp_rank=self._rank(number),
+            routed_dp_rank=rank,
         )
         return {token: value for value, token, _ in found["meta_info"]["output_top_logprobs"][0]}
 

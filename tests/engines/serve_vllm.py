@@ -72,10 +72,9 @@ class Vllm:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self.version, self._sent = vllm.__version__, 0
-        self._ranks = options.nproc if options.ranks == "dp" and options.nproc > 1 else 0
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments(folder, options), disable_log_stats=True))
 
-    def _ask(self, prompt: list[int], number: int, **sampling: Any) -> AsyncIterator[Any]:
+    def _ask(self, prompt: list[int], rank: int | None, **sampling: Any) -> AsyncIterator[Any]:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -85,18 +84,18 @@ class Vllm:
             {"prompt_token_ids": prompt},
             SamplingParams(**greedy, **sampling),
             request_id=str(self._sent),
-            data_parallel_rank=number % self._ranks if self._ranks else None,
+            data_parallel_rank=rank,
         )
 
-    async def stream(self, prompt: list[int], new_tokens: int, number: int) -> AsyncIterator[list[int]]:
+    async def stream(self, prompt: list[int], new_tokens: int, rank: int | None) -> AsyncIterator[list[int]]:
         """Greedy tokens, as they come."""
-        async for output in self._ask(prompt, number, max_tokens=new_tokens):
+        async for output in self._ask(prompt, rank, max_tokens=new_tokens):
             yield list(output.outputs[0].token_ids)
 
-    async def first_logprobs(self, prompt: list[int], count: int, number: int) -> dict[int, float]:
+    async def first_logprobs(self, prompt: list[int], count: int, rank: int | None) -> dict[int, float]:
         """The most probable tokens after a prompt, and the logarithms of their probabilities."""
         found: dict[int, float] = {}
-        async for output in self._ask(prompt, number, max_tokens=1, logprobs=count):
+        async for output in self._ask(prompt, rank, max_tokens=1, logprobs=count):
             for one in output.outputs[0].logprobs or []:
                 found |= {token: value.logprob for token, value in one.items()}
         return found

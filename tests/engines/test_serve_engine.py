@@ -24,10 +24,10 @@ class Echo:
 
     def __init__(self, spoiled: bool = False, lost: int = 0) -> None:
         self._spoiled, self._lost = spoiled, lost
-        self.numbers = list[int]()
+        self.ranks = list[int | None]()
 
-    async def stream(self, prompt: list[int], new_tokens: int, number: int) -> AsyncIterator[list[int]]:
-        self.numbers.append(number)
+    async def stream(self, prompt: list[int], new_tokens: int, rank: int | None) -> AsyncIterator[list[int]]:
+        self.ranks.append(rank)
         tokens = prompt[: new_tokens - self._lost]
         if self._spoiled:
             tokens = [*tokens[:-1], -1]
@@ -52,11 +52,7 @@ def measured(tmp_path: Path, engine: Echo, *words: str) -> list[dict]:
 
 
 def test_every_setting_is_measured_and_prompts_do_not_change(tmp_path: Path) -> None:
-    engine = Echo()
-    rows = measured(tmp_path, engine, "--max-tokens", "16")
-    assert engine.numbers == [
-        number for count in (1, 3, 8) for _ in range(serve_engine.PASSES) for number in range(count)
-    ]
+    rows = measured(tmp_path, Echo(), "--max-tokens", "16")
     assert [(row["name"], row["requests"], row["prompt_tokens"], row["new_tokens"]) for row in rows] == [
         ("decode", 1, 9, 5),
         ("decode", 3, 9, 5),
@@ -71,6 +67,16 @@ def test_every_setting_is_measured_and_prompts_do_not_change(tmp_path: Path) -> 
     prompts = serve_engine.Setting("decode", 3, 9, 5).prompts()
     assert len({row[0] for row in prompts}) == 3
     assert rows[1]["tokens"] == [prompt[:5] for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [(["dp", "--nproc", "2"], [0, 1, 0]), (["tp", "--nproc", "2"], [None] * 3), (["dp"], [None] * 3)],
+)
+def test_requests_go_to_data_parallel_ranks_in_turn(words: list[str], ranks: list[int | None], tmp_path: Path) -> None:
+    engine = Echo()
+    measured(tmp_path, engine, "--no-prefill", "--ranks", *words)
+    assert engine.ranks == [*ranks[:1] * serve_engine.PASSES, *ranks * serve_engine.PASSES]
 
 
 def test_an_answer_that_is_too_short_is_an_error(tmp_path: Path) -> None:
@@ -169,7 +175,7 @@ def test_logprobs_are_asked_for_around_the_settings_and_after_sleep(tmp_path: Pa
         async def sleep(self) -> None:
             self.slept += 1
 
-        async def first_logprobs(self, prompt: list[int], count: int, number: int) -> dict[int, float]:
+        async def first_logprobs(self, prompt: list[int], count: int, rank: int | None) -> dict[int, float]:
             return {prompt[0]: -float(self.slept)}
 
     rows = measured(tmp_path, Sleeper(), "--no-prefill", "--sleep")
