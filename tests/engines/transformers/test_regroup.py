@@ -41,14 +41,14 @@ from ep_moe.serving.formats import StructuredOutputs
 from ep_moe.testing.random_experts import RandomExperts
 from ep_moe.weights import Checkpoint, ExpertWeights
 
-CONFIG = GroupConfig(timeout_secs=30.0, heartbeat_secs=0.2)
+CONFIG = GroupConfig(timeout_secs=120.0, heartbeat_secs=0.2)
 SAMPLINGS = (
     Sampling(),
     Sampling(temperature=0.9, seed=7),
     Sampling(temperature=0.7, seed=8, repetition_penalty=1.2, frequency_penalty=0.3),
 )
 SIZES = Checkpoint.open(SHIPPED_MODEL).config
-AT_ONCE_SECS = 5.0  # of a machine under load
+AT_ONCE_SECS = CONFIG.timeout_secs / 2  # whoever waits for a lost rank takes all of it; 0.5 s of an idle machine
 STEPS = (3, 5, 5, 4, 4, 4)  # passes of the plans of a sequence
 CAPACITY = 64
 
@@ -183,10 +183,12 @@ def be_replaced(group: EPGroup, engine: EngineConfig, folder: Path) -> tuple[Any
         rank.join(3, (0, 1, 2, 3))
         rank.rows._prefill(())  # with the prompts of the new rank
     rank.go_on()
+    rank.group.barrier()  # a slower rank would see the loss in the passes before
     if rank.group.seat == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     rank.survive(4, (1, 2, 3))
     load = rank.session.expert_load.sum(1).tolist()
+    rank.group.barrier()
     if rank.group.seat == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     shutil.rmtree(engine.model, ignore_errors=True)
