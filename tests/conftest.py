@@ -46,6 +46,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         return
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # in a separate process, whose ranks import less
     if not interpreted and not torch.cuda.is_available():  # imports may initialize CUDA, which must not be forked
+        # groups of files use the other cores: operators that wait for a second thread take several times the CPU time
+        torch.set_num_threads(1)
         start_server((*PRELOAD, "pytest", "ep_moe.testing", "torch._inductor.config"))
     marks = [item.get_closest_marker("separate") for item in session.items]
     separate.start([mark for mark in reversed(marks) if mark])  # the longest first, those of transports
