@@ -139,6 +139,9 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+MOST_EXPERTS = 1 << 20  # of a model whose config does not say
+
+
 def write_model(name: str, folder: Path, layers: int | None = None) -> Path:
     """Write the config of a model, with fewer layers if wanted, and return its folder.
 
@@ -161,15 +164,32 @@ def fill(model: torch.nn.Module, rank: int = 0) -> None:
     """Random weights of a trained model's size, the same in every run: engines' own dummy weights are smaller than
     what the experts' output needs to be seen in a token, have negative scales, and leave packed bytes as they are.
 
+    Every expert has other weights, and a load balancer's copies, which engines number behind the model's experts, have
+    those of the first experts.
+
     Args:
-        rank: experts of other ranks get other weights, what is on every rank the same.
+        rank: of those that have as many experts each, in order. What is no expert is the same on every rank.
     """
+    count = num_experts(getattr(model, "config", None))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.device.type != "meta" and parameter.numel() > 1:  # single numbers are scales of caches
-                seed = zlib.crc32(f"{name} {rank if '.experts.' in name else 0}".encode())
-                generator = torch.Generator(parameter.device).manual_seed(seed)
-                _fill_one(name, parameter.data, generator)
+            if parameter.device.type == "meta" or parameter.numel() == 1:  # single numbers are scales of caches
+                continue
+            if ".experts." in name and parameter.dim() > 1:
+                first = rank * len(parameter)
+                parts = [(part, (first + i) % (count or MOST_EXPERTS)) for i, part in enumerate(parameter.data)]
+            else:
+                parts = [(parameter.data, 0)]
+            for part, expert in parts:
+                generator = torch.Generator(part.device).manual_seed(zlib.crc32(f"{name} {expert}".encode()))
+                _fill_one(name, part, generator)
+
+
+def num_experts(config: Any) -> int:
+    """The experts of a layer by a model's config, without copies; 0 if it does not say."""
+    text = getattr(config, "text_config", None) or config
+    names = ("num_experts", "n_routed_experts", "num_local_experts")  # of Qwen3, DeepSeek-V3 and gpt-oss
+    return next((getattr(text, name) for name in names if getattr(text, name, None)), 0)
 
 
 def _fill_one(name: str, values: torch.Tensor, generator: torch.Generator) -> None:

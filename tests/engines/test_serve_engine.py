@@ -4,6 +4,7 @@ import asyncio
 import importlib.metadata
 import json
 import os
+import types
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -275,6 +276,16 @@ def test_weights_are_of_a_trained_size_and_experts_differ_by_rank() -> None:
     assert values["fp8"].float().std() == pytest.approx(64, rel=0.2)
     assert len(values["packed"].unique()) > 100
     assert values["packed_scale"].eq(119).all()
+
+
+def test_copies_of_experts_have_the_weights_of_those_that_they_copy() -> None:
+    ranks = [Model(), Model()]
+    for rank, model in enumerate(ranks):
+        model.config = types.SimpleNamespace(n_routed_experts=6)  # and two copies, on the last rank
+        serve_models.fill(model, rank)
+    experts = torch.cat([model.layers[0].experts.w13_weight for model in ranks])
+    assert torch.equal(experts[6:], experts[:2])
+    assert len(experts.flatten(1).unique(dim=0)) == 6
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
