@@ -19,6 +19,7 @@ from ep_moe.quant import QuantScheme
 
 if TYPE_CHECKING:  # it imports Triton
     from ep_moe.experts.grouped_gemm import Backend
+    from ep_moe.experts.tuning import ExpertTiles
 
 _DEVICES = ("cpu", "cuda")
 _log = logging.getLogger(__name__)
@@ -48,12 +49,17 @@ def kernel_backends(name: str) -> "list[Backend]":
 
 
 def create_experts(
-    name: str, activation: ActivationConfig, device: torch.device, *, scheme: QuantScheme | None = None
+    name: str,
+    activation: ActivationConfig,
+    device: torch.device,
+    *,
+    scheme: QuantScheme | None = None,
+    tiles: "ExpertTiles | None" = None,
 ) -> Experts:
     """An expert implementation by name; "auto" chooses by the device that holds the weights.
 
-    Kernels are prepared for each shape of a call: layers that compute alike get the same object, so that a model
-    prepares them once.
+    Kernels are prepared for each shape of a call: layers that compute alike, with the same `tiles`, get the same
+    object, so that a model prepares them once. Without `tiles` tables choose them; "torch" has none.
 
     On a GPU, "auto" is "triton" if its kernels compute `scheme`, else "torch", with one warning for each scheme in
     the log; on a CPU it is "torch". A named one that does not compute `scheme` raises; without `scheme`, the first call
@@ -88,10 +94,11 @@ def create_experts(
     _require_triton(device)
     from ep_moe.experts.kernels import KernelExperts
 
-    made_of = name, activation, device, tiles_dir()
+    chosen = tiles or tiles_dir()
+    made_of = name, activation, device, chosen
     found = _in_use.get(made_of)
     if found is None:
-        found = _in_use[made_of] = KernelExperts(activation, kernel_backends(name), tiles=tiles_dir())
+        found = _in_use[made_of] = KernelExperts(activation, kernel_backends(name), tiles=chosen)
     return found
 
 

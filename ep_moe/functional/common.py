@@ -55,7 +55,4 @@ def _new_experts(
 ) -> Experts:
     if device.type == "cuda" and not kernels_compute(scheme):
         _log.warning("no kernel computes experts of scheme '%s': torch does, slowly", scheme.name)
-    experts = create_experts("auto", activation, device, scheme=scheme)
-    if tiles is not None and hasattr(experts, "tiles"):
-        experts.tiles = tiles
-    return experts
+    return create_experts("auto", activation, device, scheme=scheme, tiles=tiles)

@@ -42,9 +42,12 @@ from ep_moe.functional.sglang import (
     moe_align_block_size,
     outplace_fused_experts,
     outplace_fused_experts_fake,
+    override_config,
 )
 from ep_moe.functional.sglang.experts import activation_config
 from ep_moe.testing import worst_row_error
+
+CONFIG = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 32, "BLOCK_SIZE_K": 64, "GROUP_SIZE_M": 1}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,6 +120,14 @@ def check(found: torch.Tensor, expected: torch.Tensor, case: Case) -> None:
 def test_formats(name: str, biased: bool, run: Any) -> None:
     case = make_case(name, biased=biased)
     check(run(outplace_fused_experts, **case.arguments), case.expected(), case)
+
+
+def test_a_config_is_of_its_calls_alone(run: Any) -> None:
+    """Then a format is computed whose groups are narrower than its tiles."""
+    case, other = make_case("fp8_channel"), make_case("fp8_block")
+    with override_config(CONFIG):
+        check(run(outplace_fused_experts, **case.arguments), case.expected(), case)
+    check(run(outplace_fused_experts, **other.arguments), other.expected(), other)
 
 
 @pytest.mark.parametrize("name", ["none", "int4_groups", "int8_groups_zp"])

@@ -682,6 +682,10 @@ def test_layers_that_compute_alike_share_what_is_prepared(monkeypatch: pytest.Mo
     monkeypatch.setenv("EP_MOE_TILES_DIR", str(tmp_path))
     assert create_experts("triton", SILU, DEVICE) is not first
     monkeypatch.delenv("EP_MOE_TILES_DIR")
+    tiles = ExpertTiles(block_m=16, first=GemmTiles(), second=GemmTiles())
+    chosen = create_experts("triton", SILU, DEVICE, tiles=tiles)
+    assert create_experts("triton", SILU, DEVICE, tiles=dataclasses.replace(tiles)) is chosen
+    assert (chosen.tiles, create_experts("triton", SILU, DEVICE).tiles) == (tiles, None)
     batch = case.batch(Layout.COMPACT)
     doubled = dataclasses.replace(case.weights, w2=case.weights.w2.map(lambda values: 2 * values), w2_bias=None)
     plain = dataclasses.replace(case.weights, w2_bias=None)
