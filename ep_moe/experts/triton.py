@@ -34,7 +34,7 @@ _PREPARES_PER_SM = 8  # programs
 _ONE_GROUP = 1 << 30  # columns in a group of zero points per channel
 
 
-def _codes(shape: CallShape, tiles: ExpertTiles, scales: Scales, *, second: bool) -> Codes:
+def codes_of(shape: CallShape, tiles: ExpertTiles, scales: Scales, *, second: bool) -> Codes:
     """How the kernels of one of the GEMMs decode weights of this shape."""
     gemm = tiles.second if second else tiles.first
     products = parts(shape, gemm)
@@ -59,7 +59,7 @@ def _codes(shape: CallShape, tiles: ExpertTiles, scales: Scales, *, second: bool
     )
 
 
-def _scales(shape: CallShape, tiles: ExpertTiles, between: Between, *, second: bool) -> Scales:
+def scales_of(shape: CallShape, tiles: ExpertTiles, between: Between, *, second: bool) -> Scales:
     """Where the kernels of one of the GEMMs apply the scales."""
     gemm, aligned = (tiles.second, True) if second else (tiles.first, shape.halves_aligned)
     rows, stored = shape.scheme.payload, shape.scheme.weight
@@ -102,7 +102,7 @@ def _prepare(
     """Prepare one of the GEMMs, which takes `numbers` behind the sizes."""
     gemm, sums, columns = tiles.second if second else tiles.first, sizes.K, sizes.N
     most = shape.max_tiles(tiles.block_m) * triton.cdiv(columns, gemm.block_n)
-    scales = _scales(shape, tiles, between, second=second)
+    scales = scales_of(shape, tiles, between, second=second)
     settings: tuple[Any, ...] = (sizes, *numbers)
     options = {"num_warps": gemm.num_warps, "num_stages": gemm.num_stages}
     if shape.decodes and not Device.of(shape.device).hip:
@@ -122,7 +122,7 @@ def _prepare(
                 EVEN_K=sums % gemm.block_k == 0,
             ),
             "SCALES": scales,
-            "CODES": _codes(shape, tiles, scales, second=second),
+            "CODES": codes_of(shape, tiles, scales, second=second),
             "EPILOGUE": epilogue,
         },
         options=options,

@@ -337,6 +337,24 @@ def _hopper_cases() -> list[Case]:
     return cases
 
 
+def _hopper_decoded_cases() -> list[Case]:
+    """Weights that the kernels in Gluon decode: every format, both sizes of row tiles, the options of an epilogue."""
+
+    def case(name: str, scheme: str, rows: int = 512, **options: Any) -> Case:
+        return _experts(f"hopper decodes {name}", scheme, expected_rows=rows, hopper=True, **options)
+
+    schemes = ("int4_w4a16", "int4_w4a16_g128_zp", "int4_w4a16_g32", "int4_w4a8_g32_zp", "mxfp4_w4a8", "nvfp4")
+    cases = [case(scheme, scheme) for scheme in (*schemes, "int8_w8a16", "mxfp8", "nvfp4_w4a16_divisor")]
+    return [
+        *cases,
+        case("mxfp4_w4a16, 128 rows", "mxfp4_w4a16", 128),
+        case("gpt-oss", "mxfp4_w4a16", **GPT_OSS),
+        case("gpt-oss in turns, per expert", "mxfp4_w4a16", **GPT_OSS, alternating=True, own=True),
+        case("without gate", "int4_w4a16_g128", activation=ActivationConfig(kind=ActivationKind.RELU2)),
+        case("float16, batched", "int4_w4a16_g128", dtype=torch.float16, layout="batched"),
+    ]
+
+
 def _quantize_cases() -> list[Case]:
     def case(scheme: str, dtype: torch.dtype, hidden: int, *, static: bool = False) -> Case:
         def launch() -> None:
@@ -671,5 +689,5 @@ def _routing_cases() -> list[Case]:
 
 def cases() -> list[Case]:
     """All cases."""
-    experts = [*_expert_cases(), *_hopper_cases(), *_listed_cases()]
+    experts = [*_expert_cases(), *_hopper_cases(), *_hopper_decoded_cases(), *_listed_cases()]
     return [*experts, *_quantize_cases(), *_row_cases(), *_routing_cases(), *exchange_cases()]

@@ -4,66 +4,50 @@ Letters: L local experts, H hidden, I intermediate, G scale groups, Q row tiles 
 weights.
 """
 
-import functools
-import itertools
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import triton
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ep_moe.experts.formats import Between
 from ep_moe.experts.grouped_gemm import CallShape, GroupedGemm
-from ep_moe.experts.hopper.shapes import BLOCK, CAPABILITY, LEAST_ROWS, STEP_BYTES, is_hopper, obstacle
+from ep_moe.experts.hopper.decoded import DecodedGemms
+from ep_moe.experts.hopper.described import SHARED_BYTES, DescribedGemm, descriptor, pairs_of, rows_of
+from ep_moe.experts.hopper.shapes import (
+    BLOCK,
+    CAPABILITY,
+    LEAST_DECODED_ROWS,
+    LEAST_ROWS,
+    STEP_BYTES,
+    is_hopper,
+    obstacle,
+)
 from ep_moe.experts.launching import num_programs
 from ep_moe.experts.tile_tables import log_once
 from ep_moe.experts.tuning import HOPPER_TILES, ExpertTiles
-from ep_moe.kernel_launch.cuda_driver import DriverKernel
-from ep_moe.kernel_launch.kernel import Kernel, Run, mapped, present
+from ep_moe.kernel_launch.kernel import Kernel
 from ep_moe.kernels.gemm.arguments import (
     Codes,
     Epilogue,
-    ExpertScalars,
-    Operands,
     RowGroups,
-    Rows,
     Scales,
-    Stored,
-    TileList,
 )
 from ep_moe.kernels.hopper.arguments import BLOCK_M, HALF_M, HALF_N, Pipeline
 from ep_moe.kernels.hopper.gather import _gather_rows_kernel
 from ep_moe.kernels.hopper.grouped import _hopper_gemm_kernel
 from ep_moe.kernels.hopper.overlap import THREADS
 
-_SHARED_BYTES = 232448 - 1024  # of an SM, less barriers
-_MAXNREG = 168  # times 12 warps fill the register file; the warp groups take 232 of a thread, the loading warp 40
 _GATHERED_ROWS, _GATHERED_BYTES = 4, 2048  # of a row, that a program copies at a time
 _GATHERS_PER_SM = 8  # programs
-_GLUON_TYPES = {
-    torch.float8_e4m3fn: gl.float8e4nv,
-    torch.bfloat16: gl.bfloat16,
-    torch.float16: gl.float16,
-    torch.float32: gl.float32,
-}
+_DECODED = DecodedGemms()
 _NO_CODES = Codes(**{**dict.fromkeys(Codes._fields, False), "KIND": "none", "PACKED": 1, "GROUPS": 1})
 
 
-def _descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """A TMA descriptor of a matrix in boxes of rows x columns."""
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], _GLUON_TYPES[tensor.dtype])
-    return TensorDescriptor.from_tensor(tensor, [rows, columns], layout)
-
-
-def _rows_of(tensor: torch.Tensor) -> torch.Tensor:
-    """[..., K] as a matrix of rows."""
-    return tensor.flatten(0, -2)
-
-
-class _HopperGemm:
-    """One of the GEMMs for calls of one shape; a `GroupedGemm`."""
+class _HopperGemm(DescribedGemm):
+    """One of the GEMMs for calls of one shape."""
 
     def __init__(
         self,
@@ -76,21 +60,11 @@ class _HopperGemm:
         pipeline = constants_of["PIPE"]
         self._tma_scales = constants_of["SCALES"].X == "group" and not pipeline.COPIED_SCALES
         self._block_k, self._interleaved = pipeline.BLOCK_K, constants_of["EPILOGUE"].ALTERNATING
-        self._new_launch = functools.partial(
-            Kernel,
-            _hopper_gemm_kernel,
-            num_programs(shape.device, 1, shape.max_tiles(BLOCK_M.value) * column_tiles),
-            settings=settings,
-            constants=dict(constants_of),
-            device=shape.device,
-        )
-        self._options = {"num_warps": 4, "maxnreg": _MAXNREG}
-        self._launch = self._new_launch(options=self._options | {"launch_pdl": True})
-        self.run: Run | None = None
-        self.driver: DriverKernel | None = None
+        programs = num_programs(shape.device, 1, shape.max_tiles(BLOCK_M.value) * column_tiles)
+        super().__init__(_hopper_gemm_kernel, programs, constants_of, shape.device, settings=settings, early=True)
 
-    def _arranged(self, tensors: tuple[Any, ...], describe: Callable[[str, Any], Any]) -> tuple[Any, ...]:
-        """The kernel's arguments from those of a `GroupedGemm`; `describe` makes descriptors."""
+    def arranged(self, tensors: tuple[Any, ...], describe: Callable[[str, Any], Any]) -> tuple[Any, ...]:
+        """The kernel's arguments from those of a `GroupedGemm`. Local."""
         operands, out, scalars, rows, tiles = tensors
         scales = None if self._tma_scales else operands.x_scale
         return (
@@ -105,41 +79,16 @@ class _HopperGemm:
             tiles,
         )
 
-    def _describe(self, name: str, tensor: torch.Tensor) -> TensorDescriptor:
+    def describe(self, name: str, tensor: torch.Tensor) -> TensorDescriptor:
+        """The descriptor of one of the tensors. Local."""
         if name == "x_scale":  # [G, rows]
-            return _descriptor(tensor, 1, BLOCK_M.value)
+            return descriptor(tensor, 1, BLOCK_M.value)
         if name == "out":
-            return _descriptor(_rows_of(tensor), HALF_M.value, HALF_N.value)
+            return descriptor(rows_of(tensor), HALF_M.value, HALF_N.value)
         if name == "x":
-            return _descriptor(_rows_of(tensor), HALF_M.value, self._block_k)
-        rows = _rows_of(tensor)
-        if self._interleaved:  # a gate row and its up row are one, so that boxes have rows of one of them
-            rows = rows.view(rows.shape[0] // 2, 2 * rows.shape[1])
-        return _descriptor(rows, HALF_N.value, self._block_k)
-
-    def __call__(self, tensors: tuple[Operands, Stored, ExpertScalars, Rows, TileList], /) -> None:
-        """Launch; tensors that are not aligned to 16 bytes are copied. Local, no host sync."""
-        found = present(tensors)
-        if any(each.data_ptr() % 16 for each in found):
-            operands, out, *others = tensors
-            aligned = mapped(tensors, _aligned)
-            # not early: it would wait for the GEMM before it, but not for the copies
-            self._new_launch(options=self._options)(self._arranged(aligned, self._describe))
-            if aligned[1].data is not out.data:
-                out.data.copy_(aligned[1].data)
-            return
-        self._launch(self._arranged(tensors, self._describe))
-        inner, run = self._launch, self._launch.run
-        if run is not None and self.run is None:
-            numbers = itertools.count()
-            places = mapped(tensors, lambda _: next(numbers))
-            order = present(self._arranged(places, lambda name, place: place))
-            self.driver = None if inner.driver is None else inner.driver.reordered(order)
-            self.run = lambda addresses: run([addresses[place] for place in order])
-
-
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone() if tensor.data_ptr() % 16 else tensor
+            return descriptor(rows_of(tensor), HALF_M.value, self._block_k)
+        rows = rows_of(tensor)
+        return descriptor(pairs_of(rows) if self._interleaved else rows, HALF_N.value, self._block_k)
 
 
 class HopperGemms:
@@ -161,29 +110,31 @@ class HopperGemms:
         """The wanted tiles, if they are for this backend; else those of calls that it takes, and None for others, the
         reason of which is logged once. Local."""
         if wanted is not None and wanted.backend == self.name:
-            return wanted
+            return dataclasses.replace(self.default_tiles(shape), group_m=wanted.group_m)
         least = self._least_rows
         if least is None:
-            least = LEAST_ROWS.get(shape.row_dtype.itemsize, 0)  # of other dtypes none, for another reason
+            least = LEAST_DECODED_ROWS if shape.decodes else LEAST_ROWS.get(shape.row_dtype.itemsize, 0)
         if shape.expected_rows < least:
             return None
         reason = self.obstacle(shape)
         if reason is not None:
             log_once(f"Triton's kernels serve calls that Hopper's do not: {reason}")
-        return HOPPER_TILES if reason is None else None
+        return self.default_tiles(shape) if reason is None else None
 
     def default_tiles(self, shape: CallShape) -> ExpertTiles:
-        """Tiles of the only size. Local."""
-        return HOPPER_TILES
+        """Tiles of the only size, or for weights that are decoded. Local."""
+        return _DECODED.default_tiles(shape) if shape.decodes else HOPPER_TILES
 
     def obstacle(self, shape: CallShape) -> str | None:
         """Why the kernels do not compute calls of this shape, however many rows they have. Local."""
         if not self._anywhere and not is_hopper(shape.device):
             return f"{shape.device} has not compute capability {CAPABILITY}"
-        return obstacle(shape)
+        return _DECODED.obstacle(shape) if shape.decodes else obstacle(shape)
 
     def workspace(self, shape: CallShape, tiles: ExpertTiles) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Counters of drawn tiles, and of stored parts of row tiles; gathered rows. Local."""
+        if shape.decodes:
+            return _DECODED.workspace(shape, tiles)
         pieces: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "next_tile": ((2,), torch.int32),
             "stored": ((shape.max_tiles(tiles.block_m),), torch.int32),
@@ -197,6 +148,8 @@ class HopperGemms:
 
     def gather(self, shape: CallShape, tiles: ExpertTiles) -> Kernel | None:
         """The kernel that gathers rows into the order of the tile list; None if they are neighbors. Local."""
+        if shape.decodes:
+            return _DECODED.gather(shape, tiles)
         if not shape.gathered:
             return None
         groups = shape.scheme.payload.num_groups(shape.hidden)
@@ -216,11 +169,15 @@ class HopperGemms:
 
     def first(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:
         """`_hopper_gemm_kernel` for w13 @ x. Local."""
+        if shape.decodes:
+            return _DECODED.first(shape, tiles, between)
         stored = (shape.scheme.activation.dtype or shape.dtype) if between.fused else torch.float32
         return _prepare(shape, tiles, between, shape.epilogue(between), stored, second=False, overlap=self._overlap)
 
     def second(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:
         """`_hopper_gemm_kernel` for w2 @ intermediate. Local."""
+        if shape.decodes:
+            return _DECODED.second(shape, tiles, between)
         return _prepare(shape, tiles, between, Epilogue(), shape.dtype, second=True, overlap=self._overlap)
 
 
@@ -252,8 +209,8 @@ def _prepare(
     column_tiles = triton.cdiv(columns, HALF_N.value * stored_halves)
     half_bytes = HALF_M.value * HALF_N.value * stored.itemsize
     stage_bytes = STEP_BYTES * (BLOCK_M.value + halves * HALF_N.value) + 4 * BLOCK_M.value * grouped
-    buffers = stored_halves if 2 * stored_halves * half_bytes + 3 * stage_bytes <= _SHARED_BYTES else 1
-    stages = min((_SHARED_BYTES - 2 * buffers * half_bytes) // stage_bytes, 8)
+    buffers = stored_halves if 2 * stored_halves * half_bytes + 3 * stage_bytes <= SHARED_BYTES else 1
+    stages = min((SHARED_BYTES - 2 * buffers * half_bytes) // stage_bytes, 8)
     rows = shape.max_tiles(BLOCK_M.value) * BLOCK_M.value
     arrivals = (
         triton.cdiv(shape.intermediate, HALF_N.value * (1 if shape.activation.kind.gated else 2)) * 2 * THREADS.value
