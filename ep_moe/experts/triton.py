@@ -67,7 +67,7 @@ def scales_of(shape: CallShape, tiles: ExpertTiles, between: Between, *, second:
     weight: str = stored.granularity
     if grouped:
         within = stored.group_width % (gemm.block_k // parts(shape, gemm)) == 0
-        few = within and tiles.block_m <= MOST_SCALED_ROWS and rows.family != "micro"
+        few = within and tiles.block_m <= MOST_SCALED_ROWS and rows.family != "micro" and tiles.backend != "hopper"
         weight = "fold" if shape.decodes and not few else "block"
     if rows.family == "micro":
         x = "row" if second and between is Between.NVFP4 else "none"

@@ -19,7 +19,8 @@ _WIDENED = re.compile(r"tt\.fp_to_fp .* : tensor<(?:\d+x)+f8\w+> -> ")
 _POINTERS = re.compile(r"^tensor<((?:\d+x)+)!tt\.ptr<(\w+)")
 _DOT = re.compile(r"tt\.dot .*?(?:, inputPrecision = (\w+).*?)? : tensor<(\d+)x(\d+)x(\w+)> \* tensor<\d+x(\d+)x(\w+)>")
 _GROUP_DOT = re.compile(  # of Gluon: operands in shared memory, or the left one in registers
-    r"ttng\.warp_group_dot\b.* : (?:!ttg\.memdesc|tensor)<(\d+)x(\d+)x(\w+),.*> \* !ttg\.memdesc<\d+x(\d+)x(\w+),.*loc\("
+    r"ttng\.warp_group_dot\b.* : (?:!ttg\.memdesc|tensor)<(\d+)x(\d+)x(\w+),.*> "
+    r"\* !ttg\.memdesc<\d+x(\d+)x(\w+),.*loc\("
 )
 _CHECKED = re.compile(r"\btt\.(load|store|dot)|\bttng\.warp_group_dot ")
 _POINTER = re.compile(r"^!tt\.ptr<(\w+)")

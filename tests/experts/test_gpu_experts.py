@@ -54,6 +54,9 @@ SCHEMES = ["none", "fp8_tensor", "fp8_token", "fp8_block"]
 DECODED = ["fp8_w8a16", "fp8_w8a16_block", "int8_w8a16", "int8_w8a16_zp", "int8_w8a16_g64_zp", "mxfp8_w8a16"]
 DECODED += ["int4_w4a16_zp", "int4_w4a16_g16", "int4_w4a16_g32_f32", "int4_w4a16_g64_zp"]
 DECODED += ["mxfp4_w4a16", "nvfp4_w4a16", "nvfp4_w4a16_divisor"]
+PAIRED = ["int8_w8a16", "mxfp8_w8a16", "int4_w4a16_zp", "int4_w4a16_g16", "int4_w4a16_g64_zp"]  # by Hopper's kernels
+PAIRED += ["mxfp4_w4a16", "nvfp4_w4a16", "nvfp4_w4a16_divisor"]
+NARROW = ["int4_w4a8", "int4_w4a8_g32_zp", "mxfp8", "mxfp4_w4a8", "nvfp4"]  # tokens as well
 
 
 def make_weights(model: Model, scheme_name: str) -> ExpertWeights:
@@ -178,7 +181,8 @@ def make_experts(kind: str, activation: ActivationConfig, tiles: ExpertTiles | N
 
 
 @pytest.mark.parametrize(
-    ("kind", "scheme"), [*(("triton", scheme) for scheme in (*SCHEMES, *DECODED)), *(("hopper", s) for s in SCHEMES)]
+    ("kind", "scheme"),
+    [*(("triton", scheme) for scheme in (*SCHEMES, *DECODED)), *(("hopper", s) for s in (*SCHEMES, *PAIRED))],
 )
 @pytest.mark.parametrize("name", MODELS)
 def test_equals_the_torch_experts(name: str, kind: str, scheme: str) -> None:
@@ -230,16 +234,17 @@ ODD_ROWS = [0, 1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 300, 0, 256, 7, 384]
 
 @pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("scheme", [*SCHEMES, "fp8_block_ue8m0"])
+@pytest.mark.parametrize("scheme", [*SCHEMES, "fp8_block_ue8m0", "int8_w8a16", "int4_w4a16_g16", "nvfp4_w4a16"])
 def test_hopper_gemms_of_odd_sizes(scheme: str, activation: str, biased: bool) -> None:
     """Tiles that rows or columns do not fill, experts that begin at any row, NaN in a row, unaligned tensors.
 
     Of 400 columns, the second GEMM has tiles of 128, as they are few; of 1040 tiles of 256.
     """
-    gated = ACTIVATIONS[activation].kind.gated
+    gated, decoded = ACTIVATIONS[activation].kind.gated, scheme in DECODED
+    words = 16 if decoded else 0  # rows of weights that are decoded have whole groups of 16 bytes
     model = Model(
-        hidden=1040 if biased else 400,
-        intermediate=640 if gated and "block" in scheme else 336,
+        hidden=(1040 if biased else 400) + words,
+        intermediate=640 if gated and "block" in scheme else 336 + words,
         experts=len(ODD_ROWS),
         num_topk=1,
         activation=ACTIVATIONS[activation],
@@ -271,15 +276,19 @@ def test_hopper_gemms_of_odd_sizes(scheme: str, activation: str, biased: bool) -
         tiles = dataclasses.replace(HOPPER_TILES, group_m=group_m)
         other = make_experts("hopper", model.activation, tiles)
         assert_same_bits(other(batch, weights)[sound], y[sound], f"tiles in groups of {group_m}")
+    for expected_rows in (8, 32, 64, 128) if decoded else ():
+        other_tiles = dataclasses.replace(batch, expected_rows=expected_rows)
+        again = experts(other_tiles, weights, out=torch.full_like(y, math.nan))
+        assert_same_bits(again[sound], y[sound], f"tiles of {expected_rows} rows")
 
 
 @pytest.mark.parametrize("pool", [False, True], ids=["", "gathered"])
-@pytest.mark.parametrize("scheme", ["none", "fp8_tensor", "fp8_token"])
+@pytest.mark.parametrize("scheme", ["none", "fp8_tensor", "fp8_token", "mxfp4_w4a16", "int4_w4a16_g64_zp"])
 def test_hopper_gemms_of_interleaved_rows(scheme: str, pool: bool) -> None:
     """Rows of gate and up that take turns have the bits of rows apart, at counts and columns that fill no tile."""
     model = Model(
         hidden=1152,
-        intermediate=336,
+        intermediate=352,
         experts=len(ODD_ROWS),
         num_topk=1,
         activation=GPT_OSS,
@@ -302,8 +311,19 @@ def test_hopper_gemms_of_interleaved_rows(scheme: str, pool: bool) -> None:
     assert_same_bits(experts(batch, weights)[used], expected, "a repeated call")
 
 
+@pytest.mark.parametrize("scheme", NARROW)
+@pytest.mark.parametrize("name", ["qwen3-30b", "gpt-oss-120b"])
+def test_hopper_decodes_as_triton_does(name: str, scheme: str) -> None:
+    """Tokens are narrow, too: both round them and the intermediate alike, so that no tie has to be explained."""
+    model, weights = MODELS[name], make_weights(MODELS[name], scheme)
+    batch = lay_out(make_rows(model, scheme, 3000), Layout.COMPACT, model, scheme).batch
+    used = used_rows(batch)
+    outs = [make_experts(kind, model.activation)(batch, weights)[used] for kind in ("hopper", "triton")]
+    assert_same_bits(*outs, "Hopper's and Triton's")
+
+
 @pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
-@pytest.mark.parametrize("scheme", ["none", "fp8_block", "fp8_tensor"])
+@pytest.mark.parametrize("scheme", ["none", "fp8_block", "fp8_tensor", "mxfp4_w4a16"])
 @pytest.mark.parametrize("kind", ["triton", "hopper"])
 def test_a_graph_is_replayed_with_other_counts(kind: str, scheme: str, layout: Layout) -> None:
     model, weights = MODELS["qwen3-30b"], make_weights(MODELS["qwen3-30b"], scheme)

@@ -15,7 +15,8 @@ from ep_moe.kernel_launch.kernel import Kernel, Run, mapped, present
 from ep_moe.kernels.gemm.arguments import ExpertScalars, Operands, Rows, Stored, TileList
 
 SHARED_BYTES = 232448 - 1024  # of an SM, less barriers
-_MAXNREG = 168  # times 12 warps fill the register file; the warp groups take 232 of a thread, the loading warp 40
+MAXNREG = 168  # times 12 warps fill the register file
+REGISTERS = 232  # of a thread of the second warp group; the loading warp takes 40, and the first group what is left
 _GLUON_TYPES = {
     torch.float8_e4m3fn: gl.float8e4nv,
     torch.bfloat16: gl.bfloat16,
@@ -51,6 +52,7 @@ class DescribedGemm(abc.ABC):
     Args:
         kernel, programs, constants, settings: as of `Kernel`, on `device`.
         early: the driver may launch the kernel before the one before it ends.
+        maxnreg: registers of a thread before the partitions divide them anew.
     """
 
     def __init__(
@@ -62,9 +64,10 @@ class DescribedGemm(abc.ABC):
         *,
         settings: tuple[int, ...] = (),
         early: bool = False,
+        maxnreg: int = MAXNREG,
     ) -> None:
         made = functools.partial(Kernel, kernel, programs, settings=settings, constants=dict(constants), device=device)
-        options = {"num_warps": 4, "maxnreg": _MAXNREG}
+        options = {"num_warps": 4, "maxnreg": maxnreg}
         self._new_launch = functools.partial(made, options=options)
         self._launch = made(options=options | {"launch_pdl": True}) if early else self._new_launch()
         self.run: Run | None = None

@@ -19,7 +19,6 @@ from ep_moe.experts.hopper.described import SHARED_BYTES, DescribedGemm, descrip
 from ep_moe.experts.hopper.shapes import (
     BLOCK,
     CAPABILITY,
-    LEAST_DECODED_ROWS,
     LEAST_ROWS,
     STEP_BYTES,
     is_hopper,
@@ -113,7 +112,7 @@ class HopperGemms:
             return dataclasses.replace(self.default_tiles(shape), group_m=wanted.group_m)
         least = self._least_rows
         if least is None:
-            least = LEAST_DECODED_ROWS if shape.decodes else LEAST_ROWS.get(shape.row_dtype.itemsize, 0)
+            least = _DECODED.least_rows(shape) if shape.decodes else LEAST_ROWS.get(shape.row_dtype.itemsize, 0)
         if shape.expected_rows < least:
             return None
         reason = self.obstacle(shape)

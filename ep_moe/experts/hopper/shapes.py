@@ -12,7 +12,6 @@ if TYPE_CHECKING:  # it imports Triton
 CAPABILITY = (9, 0)
 # expected of an expert, by bytes of an element: with fewer, Triton's kernels read the weights as fast
 LEAST_ROWS = {1: 64, 2: 96}
-LEAST_DECODED_ROWS = 96  # the same for weights that are decoded
 BLOCK = 128  # rows and columns of a weight that share a scale, and columns of a row
 _ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 _MOST_ROWS = 2**31 - 2**16  # TMA's coordinates are int32

@@ -20,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ep_moe.kernels.device import use
 from ep_moe.kernels.gemm.arguments import TileColumns, TileRows
 from ep_moe.kernels.gemm.pairs import decode_float8_words, decode_int8_words, decode_words, scale_pairs, zero_pairs
 from ep_moe.kernels.gemm.tile_list import find_tile
@@ -49,6 +48,8 @@ class DecodedPipeline(NamedTuple):
     FIRST: gl.constexpr  # w13, not w2: reads prepared rows and stores the intermediate
     OUT_STRIDE: gl.constexpr  # between rows of the result; whole steps of the second GEMM if columns are ordered
     STAGES: gl.constexpr  # steps whose operands are loaded ahead
+    AHEAD: gl.constexpr  # decode a step while the one before is multiplied; else programs that share an SM take turns
+    WORKER_REGISTERS: gl.constexpr  # of a thread of the second warp group
     ALPHA: gl.constexpr  # of the activation of all experts, unless each has its own
     BETA: gl.constexpr
     LIMIT: gl.constexpr
@@ -138,7 +139,7 @@ def _load_tiles(x_desc, w_desc, rows, tiles, buffers, drawn, PIPE, EPILOGUE):
 
 @gluon.jit
 def _numbers(ptr, offsets, k, PIPE, SCALES, CODES):
-    """Scales, or zero points, of the step that begins at column k, as they are stored: int32 [32, G]; zeros beyond K."""
+    """Scales, or zero points, of the step from column k on, as they are stored: int32 [32, G]; zeros beyond K."""
     IN_ROW: gl.constexpr = (PIPE.K + SCALES.GROUP_K - 1) // SCALES.GROUP_K
     LAYOUT: gl.constexpr = gl.SliceLayout(2, groups_layout(CODES.GROUPS))
     group = k // SCALES.GROUP_K + gl.arange(0, CODES.GROUPS, gl.SliceLayout(0, LAYOUT))
@@ -184,8 +185,10 @@ def _decode_half(words, scale, zero, operands, DTYPE: gl.constexpr, SCALES, CODE
 
 
 @gluon.jit
-def _decode_step(group: gl.constexpr, stage, buffers, numbers, operands, PIPE, SCALES, CODES):
+def _decode_step(group: gl.constexpr, step, buffers, numbers, operands, PIPE, SCALES, CODES):
     """The weights of a step, in the order of `order_columns`: [64, BLOCK_K], as an operand in registers."""
+    stage = step % PIPE.STAGES
+    mbarrier.wait(buffers.full.index(stage), (step // PIPE.STAGES) & 1)
     DTYPE: gl.constexpr = buffers.x.dtype
     FRAGMENT: gl.constexpr = gl.DotOperandLayout(0, sums_layout(PIPE.BLOCK_M), 2)
     scale, other_scale, zero, other_zero = numbers
@@ -203,9 +206,20 @@ def _decode_step(group: gl.constexpr, stage, buffers, numbers, operands, PIPE, S
 
 
 @gluon.jit
-def _keep(weights):
-    """Keep the registers of an operand until here: the compiler does not know that products in flight read them."""
+def _start_product(weights, step, buffers, sums, PIPE):
+    """Add weights [64, BLOCK_K] times the rows of this step to the sums [64, BLOCK_M], which are on their way."""
+    x = buffers.x.index(step % PIPE.STAGES).permute((1, 0))
+    return warpgroup_mma(weights, x, sums, is_async=True)
+
+
+@gluon.jit
+def _finish_product(product, weights, step, buffers, PIPE):
+    """The sums, once they are there; the step's buffers may be filled again."""
+    sums = warpgroup_mma_wait(0, deps=(product,))
+    # keeps their registers until here: the compiler does not know that products in flight read them
     gl.inline_asm_elementwise("", "=r,0", [weights], weights.dtype, False, 2)
+    mbarrier.arrive(buffers.empty.index(step % PIPE.STAGES), count=1)
+    return sums
 
 
 @gluon.jit
@@ -237,26 +251,28 @@ def _multiply(
         other_offsets = _offsets(expert, part + TO_OTHER, PIPE, SCALES)
     sums = gl.zeros([HALF, PIPE.BLOCK_M], gl.float32, sums_layout(PIPE.BLOCK_M))
     numbers = _load_numbers(operands, offsets, other_offsets, 0, PIPE, SCALES, CODES)
-    following = _load_numbers(operands, offsets, other_offsets, PIPE.BLOCK_K, PIPE, SCALES, CODES)
-    mbarrier.wait(buffers.full.index(step % PIPE.STAGES), (step // PIPE.STAGES) & 1)
-    weights = _decode_step(group, step % PIPE.STAGES, buffers, numbers, operands, PIPE, SCALES, CODES)
-    for k in range(PIPE.STEPS - 1):
-        stage = step % PIPE.STAGES
-        product = warpgroup_mma(weights, buffers.x.index(stage).permute((1, 0)), sums, is_async=True)
+    if PIPE.AHEAD:
+        following = _load_numbers(operands, offsets, other_offsets, PIPE.BLOCK_K, PIPE, SCALES, CODES)
+        weights = _decode_step(group, step, buffers, numbers, operands, PIPE, SCALES, CODES)
+        for k in range(PIPE.STEPS - 1):
+            product = _start_product(weights, step, buffers, sums, PIPE)
+            numbers = following
+            following = _load_numbers(operands, offsets, other_offsets, (k + 2) * PIPE.BLOCK_K, PIPE, SCALES, CODES)
+            next_weights = _decode_step(group, step + 1, buffers, numbers, operands, PIPE, SCALES, CODES)
+            sums = _finish_product(product, weights, step, buffers, PIPE)
+            weights = next_weights
+            step += 1
+        product = _start_product(weights, step, buffers, sums, PIPE)
+        sums = _finish_product(product, weights, step, buffers, PIPE)
         step += 1
-        numbers = following
-        following = _load_numbers(operands, offsets, other_offsets, (k + 2) * PIPE.BLOCK_K, PIPE, SCALES, CODES)
-        mbarrier.wait(buffers.full.index(step % PIPE.STAGES), (step // PIPE.STAGES) & 1)
-        next_weights = _decode_step(group, step % PIPE.STAGES, buffers, numbers, operands, PIPE, SCALES, CODES)
-        sums = warpgroup_mma_wait(0, deps=(product,))
-        _keep(weights)
-        weights = next_weights
-        mbarrier.arrive(buffers.empty.index(stage), count=1)
-    stage = step % PIPE.STAGES
-    product = warpgroup_mma(weights, buffers.x.index(stage).permute((1, 0)), sums, is_async=True)
-    sums = warpgroup_mma_wait(0, deps=(product,))
-    mbarrier.arrive(buffers.empty.index(stage), count=1)
-    return sums, step + 1
+    else:
+        for k in range(PIPE.STEPS):
+            weights = _decode_step(group, step, buffers, numbers, operands, PIPE, SCALES, CODES)
+            product = _start_product(weights, step, buffers, sums, PIPE)
+            numbers = _load_numbers(operands, offsets, other_offsets, (k + 1) * PIPE.BLOCK_K, PIPE, SCALES, CODES)
+            sums = _finish_product(product, weights, step, buffers, PIPE)
+            step += 1
+    return sums, step
 
 
 @gluon.jit
@@ -366,5 +382,5 @@ def _decoded_gemm_kernel(
             (_load_tiles, (x_desc, w_desc, rows, tiles, buffers, drawn, PIPE, EPILOGUE)),
         ],
         [4, 1],
-        [232, 40],  # registers of the second and third partition; the first gets what is left of 168 * 384, 232
+        [PIPE.WORKER_REGISTERS, 40],  # of the second and third partition; the first gets what is left
     )
