@@ -32,6 +32,7 @@ from ep_moe.kernels.hopper.decoded import HALF, WORDS, DecodedPipeline, _decoded
 
 _WORD_BYTES = 4
 _MOST_STAGES = 12
+_MOVED_BYTES = 10240  # in which two warp groups move results between threads
 _MOST_ROWS_OF_TWO = 64  # of a tile, with which two programs share an SM
 _MAXNREG_OF_TWO, _REGISTERS_OF_TWO = 80, 96  # of a thread, of its second warp group
 _TILE_ROWS = (16, 32, 64, 128, 256)
@@ -68,7 +69,7 @@ class _DecodedGemm(DescribedGemm):
                 GROUP_M=tiles.group_m,
                 FIRST=not second,
                 OUT_STRIDE=stride,
-                STAGES=min(SHARED_BYTES // gemm.programs_per_sm // stage_bytes, _MOST_STAGES),
+                STAGES=min((SHARED_BYTES // gemm.programs_per_sm - _MOVED_BYTES) // stage_bytes, _MOST_STAGES),
                 AHEAD=alone,
                 WORKER_REGISTERS=REGISTERS if alone else _REGISTERS_OF_TWO,
                 ALPHA=shape.shared.alpha,

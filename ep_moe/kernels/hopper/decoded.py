@@ -30,6 +30,7 @@ from ep_moe.kernels.numerics import E4M3_MAX_EXPONENT, absmax, e4m3_value, e8m0_
 _async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # from Triton 3.8 on
 HALF = gl.constexpr(64)  # rows of weights in a half of a tile
 _PART = gl.constexpr(32)  # of which a warp group decodes these
+_MOVED_ROWS = gl.constexpr(64)  # of a result, that are moved between threads at a time
 WORDS = gl.constexpr(16)  # of a row in a step
 
 
@@ -287,24 +288,34 @@ def _ordered_places(columns, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def _store(values, out, out_row, columns, row_mask, PIPE, EPILOGUE):
-    """Round values [BLOCK_M, 32] and store them; zeros follow the N columns up to the stride if these are ordered."""
-    DTYPE: gl.constexpr = out.data.dtype.element_ty
-    if EPILOGUE.ORDER != 0:
-        values = gl.where((columns < PIPE.N)[None, :], values, 0.0)
+def _store_ordered(values, out, out_row, columns, row_mask, PIPE, EPILOGUE):
+    """Store values [BLOCK_M, 32] at the places of their columns; zeros follow the N columns up to the stride."""
+    values = gl.where((columns < PIPE.N)[None, :], values, 0.0)
     if EPILOGUE.REQUANTIZE == "mxfp8":
         byte = e8m0_byte(absmax(values, 1), E4M3_MAX_EXPONENT)[:, None]
         values = e4m3_value(to_mxfp8(values, byte)) * e8m0_value(byte)
-    values = round_to(values, DTYPE)
-    if EPILOGUE.ORDER != 0:
-        places = _ordered_places(columns, EPILOGUE.ORDER)
-        mask = columns < PIPE.OUT_STRIDE
-    else:
-        places = columns
-        mask = columns < PIPE.N
+    values = round_to(values, out.data.dtype.element_ty)
     row = out_row.to(gl.int64) + gl.arange(0, PIPE.BLOCK_M, gl.SliceLayout(1, values.type.layout))
-    ptrs = out.data + (row * PIPE.OUT_STRIDE)[:, None] + places[None, :]
-    gl.store(ptrs, values, mask=row_mask[:, None] & mask[None, :])
+    ptrs = out.data + (row * PIPE.OUT_STRIDE)[:, None] + _ordered_places(columns, EPILOGUE.ORDER)[None, :]
+    gl.store(ptrs, values, mask=row_mask[:, None] & (columns < PIPE.OUT_STRIDE)[None, :])
+
+
+@gluon.jit
+def _store_rows(values, out, out_row, column, left, PIPE):
+    """Store the first `left` rows of values [R, 32]: by 64 at a time, moved between threads so that each has neighbors."""
+    ROWS: gl.constexpr = values.shape[0]
+    if ROWS > _MOVED_ROWS:
+        halves = gl.permute(gl.reshape(values, [2, ROWS // 2, _PART]), (1, 2, 0))
+        upper, lower = gl.split(halves)
+        _store_rows(upper, out, out_row, column, left, PIPE)
+        _store_rows(lower, out, out_row + ROWS // 2, column, left - ROWS // 2, PIPE)
+    else:
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
+        values = gl.convert_layout(round_to(values, out.data.dtype.element_ty), layout)
+        row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        columns = column + gl.arange(0, _PART, gl.SliceLayout(0, layout))
+        ptrs = out.data + ((out_row.to(gl.int64) + row) * PIPE.OUT_STRIDE)[:, None] + columns[None, :]
+        gl.store(ptrs, values, mask=(row < left)[:, None] & (columns < PIPE.N)[None, :])
 
 
 @gluon.jit
@@ -342,10 +353,16 @@ def _compute_tiles(group: gl.constexpr, out, operands, scalars, buffers, drawn, 
         tile = TileColumns(expert, None, columns, other_mask)
         other_sums = finish_sums(other_sums, operands, x, tile, other, scalars.output_scale, PIPE, SCALES, CODES)
         values = activate_sums(sums, other_sums, scalars, expert, PIPE, EPILOGUE)
-        _store(values, out, out_row, columns, row_mask, PIPE, EPILOGUE)
+        if EPILOGUE.ORDER != 0:
+            _store_ordered(values, out, out_row, columns, row_mask, PIPE, EPILOGUE)
+        else:
+            _store_rows(values, out, out_row, column + _PART * group, left, PIPE)
         if not EPILOGUE.GATED:
             values = activate_sums(other_sums, other_sums, scalars, expert, PIPE, EPILOGUE)
-            _store(values, out, out_row, other, row_mask, PIPE, EPILOGUE)
+            if EPILOGUE.ORDER != 0:
+                _store_ordered(values, out, out_row, other, row_mask, PIPE, EPILOGUE)
+            else:
+                _store_rows(values, out, out_row, column + HALF + _PART * group, left, PIPE)
         number += 1
         expert, left, in_row, out_row, column_tile = next_tile(drawn, number)
 
