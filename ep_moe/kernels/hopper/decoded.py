@@ -302,7 +302,7 @@ def _store_ordered(values, out, out_row, columns, row_mask, PIPE, EPILOGUE):
 
 @gluon.jit
 def _store_rows(values, out, out_row, column, left, PIPE):
-    """Store the first `left` rows of values [R, 32]: by 64 at a time, moved between threads so that each has neighbors."""
+    """Store the first `left` rows of values [R, 32], 64 at a time, moved between threads so that each has neighbors."""
     ROWS: gl.constexpr = values.shape[0]
     if ROWS > _MOVED_ROWS:
         halves = gl.permute(gl.reshape(values, [2, ROWS // 2, _PART]), (1, 2, 0))
