@@ -66,7 +66,8 @@ def create_experts(
     with such weights raises.
 
     "hopper", which "auto" takes for "triton" on a GPU of compute capability 9.0, has faster kernels for 64 rows of an
-    expert and more, in 16 bits from 96. "triton" serves the calls that these do not take; the log has the reason once.
+    expert and more, in 16 bits from 96, with weights that are decoded two at once from 2 or 17. "triton" serves the
+    calls that these do not take; the log has the reason once.
 
     Kernels read tables of tiles in the folder that EP_MOE_TILES_DIR names before those of the package
     (`ep_moe.experts.tile_tables`).

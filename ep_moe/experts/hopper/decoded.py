@@ -38,7 +38,7 @@ _MAXNREG_OF_TWO, _REGISTERS_OF_TWO = 80, 96  # of a thread, of its second warp g
 _TILE_ROWS = (16, 32, 64, 128, 256)
 # expected of an expert, below which Triton's kernels are as fast: for codes that these decode in few instructions, or
 # for few tiles; and for all others
-_FEW_ROWS, _FEWEST_ROWS = 17, 4
+_FEW_ROWS, _FEWEST_ROWS = 17, 2
 _FEW_TILES = 4 * 132  # two for each program
 
 

@@ -288,16 +288,23 @@ def _ordered_places(columns, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def _store_ordered(values, out, out_row, columns, row_mask, PIPE, EPILOGUE):
-    """Store values [BLOCK_M, 32] at the places of their columns; zeros follow the N columns up to the stride."""
-    values = gl.where((columns < PIPE.N)[None, :], values, 0.0)
+def _store_columns(values, out, out_row, columns, left, PIPE, EPILOGUE):
+    """Store the first `left` rows of values [BLOCK_M, 32] where they are: float32, or at the places of ordered columns,
+    whose N columns zeros follow up to the stride."""
+    if EPILOGUE.ORDER != 0:
+        values = gl.where((columns < PIPE.N)[None, :], values, 0.0)
+        places = _ordered_places(columns, EPILOGUE.ORDER)
+        mask = columns < PIPE.OUT_STRIDE
+    else:
+        places = columns
+        mask = columns < PIPE.N
     if EPILOGUE.REQUANTIZE == "mxfp8":
         byte = e8m0_byte(absmax(values, 1), E4M3_MAX_EXPONENT)[:, None]
         values = e4m3_value(to_mxfp8(values, byte)) * e8m0_value(byte)
     values = round_to(values, out.data.dtype.element_ty)
-    row = out_row.to(gl.int64) + gl.arange(0, PIPE.BLOCK_M, gl.SliceLayout(1, values.type.layout))
-    ptrs = out.data + (row * PIPE.OUT_STRIDE)[:, None] + _ordered_places(columns, EPILOGUE.ORDER)[None, :]
-    gl.store(ptrs, values, mask=row_mask[:, None] & (columns < PIPE.OUT_STRIDE)[None, :])
+    row = gl.arange(0, PIPE.BLOCK_M, gl.SliceLayout(1, values.type.layout))
+    ptrs = out.data + ((out_row.to(gl.int64) + row) * PIPE.OUT_STRIDE)[:, None] + places[None, :]
+    gl.store(ptrs, values, mask=(row < left)[:, None] & mask[None, :])
 
 
 @gluon.jit
@@ -316,6 +323,16 @@ def _store_rows(values, out, out_row, column, left, PIPE):
         columns = column + gl.arange(0, _PART, gl.SliceLayout(0, layout))
         ptrs = out.data + ((out_row.to(gl.int64) + row) * PIPE.OUT_STRIDE)[:, None] + columns[None, :]
         gl.store(ptrs, values, mask=(row < left)[:, None] & (columns < PIPE.N)[None, :])
+
+
+@gluon.jit
+def _store(values, out, out_row, column, columns, left, PIPE, EPILOGUE):
+    """Store the first `left` rows of values [BLOCK_M, 32], whose columns begin at `column`."""
+    MOVES: gl.constexpr = EPILOGUE.ORDER == 0 and out.data.dtype.element_ty.primitive_bitwidth == 16
+    if MOVES:
+        _store_rows(values, out, out_row, column, left, PIPE)
+    else:
+        _store_columns(values, out, out_row, columns, left, PIPE, EPILOGUE)
 
 
 @gluon.jit
@@ -353,16 +370,10 @@ def _compute_tiles(group: gl.constexpr, out, operands, scalars, buffers, drawn, 
         tile = TileColumns(expert, None, columns, other_mask)
         other_sums = finish_sums(other_sums, operands, x, tile, other, scalars.output_scale, PIPE, SCALES, CODES)
         values = activate_sums(sums, other_sums, scalars, expert, PIPE, EPILOGUE)
-        if EPILOGUE.ORDER != 0:
-            _store_ordered(values, out, out_row, columns, row_mask, PIPE, EPILOGUE)
-        else:
-            _store_rows(values, out, out_row, column + _PART * group, left, PIPE)
+        _store(values, out, out_row, column + _PART * group, columns, left, PIPE, EPILOGUE)
         if not EPILOGUE.GATED:
             values = activate_sums(other_sums, other_sums, scalars, expert, PIPE, EPILOGUE)
-            if EPILOGUE.ORDER != 0:
-                _store_ordered(values, out, out_row, other, row_mask, PIPE, EPILOGUE)
-            else:
-                _store_rows(values, out, out_row, column + HALF + _PART * group, left, PIPE)
+            _store(values, out, out_row, column + HALF + _PART * group, other, left, PIPE, EPILOGUE)
         number += 1
         expert, left, in_row, out_row, column_tile = next_tile(drawn, number)
 
