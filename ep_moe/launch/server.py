@@ -3,11 +3,13 @@
 This module imports no torch: the server, whose imports take seconds, can start before this process has imported it.
 """
 
+import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker, util
 
 from ep_moe.launch.signals import held_back
@@ -25,8 +27,22 @@ def start_server(preload: Sequence[str] = ()) -> None:
     open_standard_descriptors()
     _choose_socket_folder()
     resource_tracker.ensure_running()  # first: the server's start would start it too, and that unblocks SIGINT
-    with held_back(signal.SIGINT):  # on Ctrl-C during its imports the server would print a traceback
+    with held_back(signal.SIGINT), _path_in_environment():  # on Ctrl-C during its imports it would print a traceback
         forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def _path_in_environment() -> Iterator[None]:
+    """Let processes that start meanwhile import what this one can: Pythons before 3.12.8 give the server no path."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
 
 
 def _choose_socket_folder() -> None:

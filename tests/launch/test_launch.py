@@ -95,21 +95,25 @@ def test_a_target_with_a_name_is_imported_by_ranks_alone(tmp_path: Path, monkeyp
 PRELOADING = """
 import sys
 from ep_moe.launch import launch
+sys.path.insert(0, sys.argv[1])
 from target_of_a_launch import target
 env = {"EP_MOE_TEST": "given", "TRITON_INTERPRET": "1"}
-print(*launch(target, num_ranks=2, device="cpu", env=env, preload=("no_such_module", *sys.argv[1:])))
+print(*launch(target, num_ranks=2, device="cpu", env=env, preload=("no_such_module", *sys.argv[2:])))
 """
 
 
 def launch_preloading(folder: Path, *preload: str) -> "subprocess.CompletedProcess[str]":
-    """Launch with these modules preloaded, in a new process, as only a process's first launch uses them."""
+    """Launch with these modules preloaded, in a new process, as only a process's first launch uses them.
+
+    They are in a folder that only the process itself has put on its path.
+    """
     source = "import os\nIMPORTER, SEEN = os.getpid(), os.environ.get('EP_MOE_TEST')\n"
     source += "def target(group):\n    import triton.language as tl\n"  # its functions are for the interpreter, or not
     source += "    return IMPORTER == os.getppid(), SEEN, os.environ['EP_MOE_TEST'], type(tl.sum).__name__\n"
     (folder / "target_of_a_launch.py").write_text(source)
     (folder / "broken_module.py").write_text("raise ValueError('broken')\n")
-    command = [sys.executable, "-c", PRELOADING, *preload]
-    return subprocess.run(command, env=environ(folder), capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-c", PRELOADING, str(folder), *preload]
+    return subprocess.run(command, env=environ(), capture_output=True, text=True, timeout=60)
 
 
 def test_ranks_share_what_is_preloaded(tmp_path: Path) -> None:
