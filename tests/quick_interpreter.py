@@ -8,12 +8,15 @@ they are in Triton 3.6 to 3.9.
 import dataclasses
 import functools
 import gc
+import inspect
 import math
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import numpy
+import torch
 import triton
 import triton.language as tl
 from triton.language import core
@@ -42,10 +45,12 @@ def hurry() -> None:
 
     _patch_language_once(interpreter)
     _call_directly(interpreter)
+    _launch_directly(interpreter)
     _name_types_once(interpreter)
     _share_constants()
     _convert_by_shifts_and_tables(interpreter)
     _spread_booleans(interpreter)
+    gc.set_threshold(50_000, 20, 100)  # values of the interpreter die young, and are looked at all the time else
     options = interpreter.interpreter_builder.options  # the overflow checks cost time, and no test reads them
     interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
 
@@ -60,7 +65,7 @@ def rewrite(package: str) -> None:
 
 
 def _patch_language_once(interpreter: Any) -> None:
-    """Patch the language once per kernel, not again for each device function that it calls."""
+    """Patch the language once, for good, not again for each launch and each device function."""
     patch, patch_core = interpreter._patch_lang, interpreter._patch_lang_core
 
     @functools.cache
@@ -69,8 +74,8 @@ def _patch_language_once(interpreter: Any) -> None:
 
     def patch_once(function: Callable[..., Any]) -> Any:
         if any(tl.core.is_builtin(language.load) for language in languages(function)):
-            return patch(function)
-        return interpreter._LangPatchScope()
+            patch(function)
+        return interpreter._LangPatchScope()  # of which there is nothing to restore
 
     def patch_core_and_types(language: Any, scope: Any) -> None:
         patch_core(language, scope)
@@ -91,6 +96,9 @@ def _call_directly(interpreter: Any) -> None:
     def patch_attr(place: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
         function = member.__wrapped__ if getattr(member, "__code__", None) is checking else member
         semantic = interpreter.interpreter_semantic
+        if inspect.ismodule(place):
+            scope.set_attr(place, name, functools.partial(function, _semantic=semantic))
+            return
 
         def call(*args: Any, **options: Any) -> Any:
             options["_semantic"] = semantic
@@ -99,6 +107,40 @@ def _call_directly(interpreter: Any) -> None:
         scope.set_attr(place, name, call)
 
     interpreter._patch_attr = patch_attr
+
+
+def _launch_directly(interpreter: Any) -> None:
+    """Look at a kernel's signature once, and convert a launch's tensors and numbers without naming their types."""
+    convert, numbers, pointers = interpreter._implicit_cvt, {}, {}
+    signature = functools.cache(inspect.getfullargspec)
+
+    @functools.cache
+    def parameters(function: Callable[..., Any]) -> tuple[list[str], dict[str, Any]]:
+        names, defaults = signature(function).args, signature(function).defaults or ()
+        return names, dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
+
+    def bind(function: Callable[..., Any], *given: Any, **named: Any) -> dict[str, Any]:
+        names, defaults = parameters(function)
+        by_place = dict(zip(names, given, strict=False))
+        if len(given) > len(names) or by_place.keys() & named or len(found := defaults | by_place | named) < len(names):
+            return inspect.getcallargs(function, *given, **named)  # says what is wrong
+        return found
+
+    def convert_quickly(argument: Any) -> Any:
+        if type(argument) is int:
+            if argument not in numbers:
+                numbers[argument] = convert(argument)
+            return numbers[argument]
+        if type(argument) is torch.Tensor:
+            kind = pointers.get(argument.dtype)
+            if kind is None:
+                kind = pointers[argument.dtype] = convert(argument).type
+            address = numpy.array([argument.data_ptr()], dtype=numpy.uint64)
+            return core.tensor(interpreter.TensorHandle(address, kind), kind)
+        return convert(argument)
+
+    interpreter.inspect = types.SimpleNamespace(**vars(inspect) | {"getfullargspec": signature, "getcallargs": bind})
+    interpreter._implicit_cvt = convert_quickly
 
 
 def _share_constants() -> None:
