@@ -48,7 +48,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if not interpreted and not torch.cuda.is_available():  # imports may initialize CUDA, which must not be forked
         # groups of files use the other cores: operators that wait for a second thread take several times the CPU time
         torch.set_num_threads(1)
-        start_server((*PRELOAD, "pytest", "ep_moe.testing", "torch._inductor.config"))
+        start_server((*PRELOAD, "pytest", "ep_moe.testing"))
     marks = [item.get_closest_marker("separate") for item in session.items]
     separate.start([mark for mark in reversed(marks) if mark])  # the longest first, those of transports
 

@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 from helpers import separate
 
-GROUPS = separate.groups(Path(__file__).parent / "interpreted", 2)
+FOLDER = Path(__file__).parent / "interpreted"
+MORE = "test_model.py", "test_deepep.py"  # which import transformers and start ranks, as those with models do
+FIRST, SECOND = separate.groups(FOLDER, 2, without=MORE)
+GROUPS = (*separate.WITH_MODELS, *(FOLDER / name for name in MORE), *FIRST), SECOND
 
 
 @pytest.mark.timeout(900)  # it may wait for others

@@ -29,12 +29,13 @@ def poisoned_memory() -> Iterator[None]:
     was_on = torch.are_deterministic_algorithms_enabled()
     only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
     was_filling = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # torch.use_deterministic_algorithms tells torch.compile too, whose import takes two seconds
+    torch._C._set_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(was_on, warn_only=only_warned)
+        torch._C._set_deterministic_algorithms(was_on, warn_only=only_warned)
         torch.utils.deterministic.fill_uninitialized_memory = was_filling  # type: ignore[attr-defined]
 
 

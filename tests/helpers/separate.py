@@ -22,6 +22,8 @@ LESS_PRIORITY = ("nice", "-n", "5")
 
 Files = tuple[Path, ...]
 TESTS = Path(__file__).parents[1]
+# in the interpreter, with models of transformers, whose import takes seconds
+WITH_MODELS = TESTS / "nvlink" / "test_decode.py", TESTS / "nvlink" / "test_regroup.py"
 WAITING = (TESTS / "app", TESTS / "group", TESTS / "launch"), (TESTS / "serving",)  # for commands, servers, lost ranks
 _groups: dict[Files, "concurrent.futures.Future[tuple[int, str]]"] = {}
 _running: set["subprocess.Popen[str]"] = set()

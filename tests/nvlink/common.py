@@ -13,17 +13,20 @@ from ep_moe.kernels.exchange.dispatch import Roles
 from ep_moe.launch import launch
 from ep_moe.transport.one_sided import combine_launcher, dispatch_launcher, memory, round_plan, transport, tuning
 
-# what ranks import: their tests, for `poisoned_memory` the last; the first launch of a process chooses for all
-PRELOADED = (
-    *("pytest", "nvlink.common", "nvlink.ready", "ep_moe.layer", "ep_moe.testing"),
-    *("helpers.decoding", "helpers.small_models", "torch._inductor.config"),
-)
+# what ranks import: their tests; the first launch of a process chooses for all
+PRELOADED = ("pytest", "nvlink.common", "nvlink.ready", "ep_moe.layer", "ep_moe.testing")
 
 
-def on_ranks(check: Callable[..., Any], *args: Any, num_ranks: int = 2, timeout_secs: float = 60.0) -> list[Any]:
+def on_ranks(
+    check: Callable[..., Any],
+    *args: Any,
+    num_ranks: int = 2,
+    timeout_secs: float = 60.0,
+    preload: tuple[str, ...] = PRELOADED,
+) -> list[Any]:
     """Run `check(group, *args)` on CPU ranks; returns what each returns."""
     config = GroupConfig(timeout_secs=timeout_secs)
-    return launch(hurried, check, *args, num_ranks=num_ranks, config=config, device="cpu", preload=PRELOADED)
+    return launch(hurried, check, *args, num_ranks=num_ranks, config=config, device="cpu", preload=preload)
 
 
 def hurried(group: EPGroup, check: Callable[..., Any], *args: Any) -> Any:

@@ -7,7 +7,9 @@ from helpers.small_models import make_model
 from ep_moe.engines.transformers import GenerationOptions, shard_experts
 from ep_moe.engines.transformers.decoding import Decoder
 from ep_moe.group import EPGroup
-from nvlink.common import on_ranks
+from nvlink.common import PRELOADED, on_ranks
+
+WITH_MODELS = (*PRELOADED, "helpers.decoding", "helpers.small_models")  # transformers too
 
 
 def tokens_by(name: str, group: EPGroup) -> torch.Tensor:
@@ -28,7 +30,7 @@ def compare_on_rank(group: EPGroup) -> list[list[list[int]]]:
 
 
 def test_decode_passes_take_their_count_from_the_device() -> None:
-    found = on_ranks(compare_on_rank, timeout_secs=120)
+    found = on_ranks(compare_on_rank, timeout_secs=120, preload=WITH_MODELS)
     for (by_nvlink, by_collective), rows, new_tokens in zip(found, (3, 1), (4, 2), strict=True):
         assert by_nvlink == by_collective
         assert [len(row) for row in by_nvlink] == [new_tokens] * rows

@@ -16,7 +16,8 @@ from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.group.symmetric import SHARED_FOLDER
 from ep_moe.launch import RankFailedError, launch
 from ep_moe.placement import Placement
-from nvlink.common import PRELOADED, hurried
+from nvlink.common import hurried
+from nvlink.test_decode import WITH_MODELS
 
 OPTIONS = GenerationOptions(max_new_tokens=2)
 
@@ -44,7 +45,7 @@ def survive(group: EPGroup, folder: Path) -> None:
 
 def test_survivors_go_on(tmp_path: Path) -> None:
     files = set(os.listdir(SHARED_FOLDER))
-    options = {"config": GroupConfig(timeout_secs=60), "preload": PRELOADED, "grace_secs": 120.0}
+    options = {"config": GroupConfig(timeout_secs=60), "preload": WITH_MODELS, "grace_secs": 120.0}
     with pytest.raises(RankFailedError):
         launch(hurried, survive, tmp_path, num_ranks=3, device="cpu", **options)  # type: ignore[arg-type]
     found = recorded(tmp_path)

@@ -20,7 +20,7 @@ from ep_moe.transport import TRANSPORTS
 
 TESTS = Path(__file__).parent.parent
 NO_RANK_LOST = "test_refused.py", "test_sent_once.py"  # which compute, and do not wait
-FIRST, SECOND = separate.groups(TESTS / "nvlink", 2)
+FIRST, SECOND = separate.groups(TESTS / "nvlink", 2, without=[path.name for path in separate.WITH_MODELS])
 GROUPS = FIRST, (*SECOND, *(TESTS / "nvlink_faults" / name for name in NO_RANK_LOST))
 [FAULTS] = separate.groups(TESTS / "nvlink_faults", 1, without=NO_RANK_LOST)
 
