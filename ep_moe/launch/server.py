@@ -23,7 +23,8 @@ def start_server(preload: Sequence[str] = ()) -> None:
     Args:
         preload: as in `launch`; without effect if the server is running already.
     """
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "torch.distributed", *preload])
+    modules = ["ep_moe.launch.forking", "torch", "torch.distributed", *preload]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
     open_standard_descriptors()
     _choose_socket_folder()
     resource_tracker.ensure_running()  # first: the server's start would start it too, and that unblocks SIGINT

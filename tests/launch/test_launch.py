@@ -107,9 +107,10 @@ def launch_preloading(folder: Path, *preload: str) -> "subprocess.CompletedProce
 
     They are in a folder that only the process itself has put on its path.
     """
-    source = "import os\nIMPORTER, SEEN = os.getpid(), os.environ.get('EP_MOE_TEST')\n"
+    source = "import gc, os\nIMPORTER, SEEN = os.getpid(), os.environ.get('EP_MOE_TEST')\n"
     source += "def target(group):\n    import triton.language as tl\n"  # its functions are for the interpreter, or not
-    source += "    return IMPORTER == os.getppid(), SEEN, os.environ['EP_MOE_TEST'], type(tl.sum).__name__\n"
+    source += "    collects = gc.isenabled() and gc.get_freeze_count() > len(gc.get_objects())\n"
+    source += "    return IMPORTER == os.getppid(), SEEN, os.environ['EP_MOE_TEST'], type(tl.sum).__name__, collects\n"
     (folder / "target_of_a_launch.py").write_text(source)
     (folder / "broken_module.py").write_text("raise ValueError('broken')\n")
     command = [sys.executable, "-c", PRELOADING, str(folder), *preload]
@@ -118,7 +119,7 @@ def launch_preloading(folder: Path, *preload: str) -> "subprocess.CompletedProce
 
 def test_ranks_share_what_is_preloaded(tmp_path: Path) -> None:
     done = launch_preloading(tmp_path, "target_of_a_launch")
-    expected = "(True, None, 'given', 'InterpretedFunction')"
+    expected = "(True, None, 'given', 'InterpretedFunction', True)"
     assert done.stdout == f"{expected} {expected}\n", done.stderr
 
 

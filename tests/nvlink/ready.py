@@ -3,7 +3,6 @@
 Without it each rank takes half a second to import what its first launch needs and to rewrite the kernels.
 """
 
-import gc
 import time
 
 import triton.experimental.gluon.nvidia.hopper  # noqa: F401 - Triton imports it in a first launch
@@ -30,4 +29,3 @@ hurry()
 for module in (waits, dispatch_receive, combine_receive):
     module.pause = pause
 rewrite("ep_moe.kernels.exchange")
-gc.freeze()  # ranks share this memory
