@@ -26,10 +26,9 @@ sys.dont_write_bytecode = False
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """`pytest` without arguments runs the folders that mostly wait by `test_waiting`, else these themselves."""
-    folders = [folder for group in separate.WAITING for folder in group]
+    """`pytest` without arguments runs what mostly waits by `test_waiting`, else itself."""
     plain = not config.invocation_params.args
-    elsewhere = collection_path in folders if plain else collection_path.name == "test_waiting.py"
+    elsewhere = collection_path in separate.WAITING if plain else collection_path.name == "test_waiting.py"
     return True if elsewhere else None
 
 

@@ -24,7 +24,8 @@ Files = tuple[Path, ...]
 TESTS = Path(__file__).parents[1]
 # in the interpreter, with models of transformers, whose import takes seconds
 WITH_MODELS = TESTS / "nvlink" / "test_decode.py", TESTS / "nvlink" / "test_regroup.py"
-WAITING = (TESTS / "app", TESTS / "group", TESTS / "launch"), (TESTS / "serving",)  # for commands, servers, lost ranks
+# for commands, servers, lost ranks; the other tests of a server compute
+WAITING = TESTS / "app", TESTS / "group", TESTS / "launch", TESTS / "serving" / "test_serve.py"
 _groups: dict[Files, "concurrent.futures.Future[tuple[int, str]]"] = {}
 _running: set["subprocess.Popen[str]"] = set()
 _lock = threading.Lock()
