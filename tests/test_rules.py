@@ -169,16 +169,20 @@ def test_the_circle_rule_sees() -> None:
     assert first_circle(graph | {"c.d": set()}) == ""
 
 
+@functools.cache
+def named() -> dict[str, set[str]]:
+    """The packages that use each name: as an attribute, a variable, an argument, or in an import."""
+    users: dict[str, set[str]] = {}
+    for path, nodes in sources().items():
+        names = {getattr(node, field, "") for node in nodes for field in ("attr", "id", "arg")}
+        for name in names | {node.name for node in nodes if isinstance(node, ast.alias)}:
+            users.setdefault(name, set()).add(package_of(path))
+    return users
+
+
 @pytest.mark.parametrize("name", sorted(ALONE))
 def test_only_its_package_uses(name: str) -> None:
-    users = {
-        package_of(path)
-        for path, nodes in sources().items()
-        for node in nodes
-        if name in (getattr(node, "attr", None), getattr(node, "id", None), getattr(node, "arg", None))
-        or (isinstance(node, ast.alias) and node.name == name)
-    }
-    assert users <= ALONE[name]
+    assert named().get(name, set()) <= ALONE[name]
 
 
 def test_inline_assembly_has_its_files() -> None:
@@ -251,7 +255,7 @@ def left_to_defaults(nodes: list[ast.AST]) -> list[str]:
     """Calls of torch's factories that leave device or dtype to the defaults; `**like` gives what all its dicts have."""
     found, mappings = [], mappings_of(nodes)
     for node in nodes:
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in FACTORIES | OF_DEFAULT_DTYPE:
             name = ast.unparse(node.func).removeprefix("torch.")
             needed = {"device", "dtype"} if name in OF_DEFAULT_DTYPE else {"device"} if name in FACTORIES else set()
             given = {keyword.arg for keyword in node.keywords}
