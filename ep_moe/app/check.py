@@ -21,8 +21,8 @@ def check_model(engine: EngineConfig) -> "Checkpoint":
 
     Errors: ValueError as of `Checkpoint.open` and `placements_for`. Local.
     """
-    surely_cpu = engine.device == "cpu" or not any(Path(each).exists() for each in GPU_DRIVERS)
-    if surely_cpu and not engine.ray and LaunchEnv.from_environ() is None:
+    no_gpu = engine.device == "auto" and not any(Path(each).exists() for each in GPU_DRIVERS)
+    if (engine.device == "cpu" or no_gpu) and not engine.ray and LaunchEnv.from_environ() is None:
         from ep_moe.launch import start_server
 
         start_server(PRELOAD)
