@@ -10,13 +10,11 @@ import functools
 import gc
 import inspect
 import math
-import types
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import numpy
-import torch
 import triton
 import triton.language as tl
 from triton.language import core
@@ -45,7 +43,6 @@ def hurry() -> None:
 
     _patch_language_once(interpreter)
     _call_directly(interpreter)
-    _launch_directly(interpreter)
     _name_types_once(interpreter)
     _share_constants()
     _convert_by_shifts_and_tables(interpreter)
@@ -107,40 +104,6 @@ def _call_directly(interpreter: Any) -> None:
         scope.set_attr(place, name, call)
 
     interpreter._patch_attr = patch_attr
-
-
-def _launch_directly(interpreter: Any) -> None:
-    """Look at a kernel's signature once, and convert a launch's tensors and numbers without naming their types."""
-    convert, numbers, pointers = interpreter._implicit_cvt, {}, {}
-    signature = functools.cache(inspect.getfullargspec)
-
-    @functools.cache
-    def parameters(function: Callable[..., Any]) -> tuple[list[str], dict[str, Any]]:
-        names, defaults = signature(function).args, signature(function).defaults or ()
-        return names, dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
-
-    def bind(function: Callable[..., Any], *given: Any, **named: Any) -> dict[str, Any]:
-        names, defaults = parameters(function)
-        by_place = dict(zip(names, given, strict=False))
-        if len(given) > len(names) or by_place.keys() & named or len(found := defaults | by_place | named) < len(names):
-            return inspect.getcallargs(function, *given, **named)  # says what is wrong
-        return found
-
-    def convert_quickly(argument: Any) -> Any:
-        if type(argument) is int:
-            if argument not in numbers:
-                numbers[argument] = convert(argument)
-            return numbers[argument]
-        if type(argument) is torch.Tensor:
-            kind = pointers.get(argument.dtype)
-            if kind is None:
-                kind = pointers[argument.dtype] = convert(argument).type
-            address = numpy.array([argument.data_ptr()], dtype=numpy.uint64)
-            return core.tensor(interpreter.TensorHandle(address, kind), kind)
-        return convert(argument)
-
-    interpreter.inspect = types.SimpleNamespace(**vars(inspect) | {"getfullargspec": signature, "getcallargs": bind})
-    interpreter._implicit_cvt = convert_quickly
 
 
 def _share_constants() -> None:
