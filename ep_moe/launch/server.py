@@ -34,7 +34,7 @@ def start_server(preload: Sequence[str] = ()) -> None:
 
 @contextlib.contextmanager
 def _path_in_environment() -> Iterator[None]:
-    """Let processes that start meanwhile import what this one can: not every Python gives the server its path (3.11 does not)."""
+    """Let processes that start meanwhile import what this one can: Python 3.11, for one, gives the server no path."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     try:
