@@ -16,24 +16,12 @@ from ep_moe.experts.formats import Between
 from ep_moe.experts.grouped_gemm import CallShape, GroupedGemm
 from ep_moe.experts.hopper.decoded import DecodedGemms
 from ep_moe.experts.hopper.described import SHARED_BYTES, DescribedGemm, descriptor, pairs_of, rows_of
-from ep_moe.experts.hopper.shapes import (
-    BLOCK,
-    CAPABILITY,
-    LEAST_ROWS,
-    STEP_BYTES,
-    is_hopper,
-    obstacle,
-)
+from ep_moe.experts.hopper.shapes import BLOCK, CAPABILITY, LEAST_ROWS, STEP_BYTES, is_hopper, obstacle
 from ep_moe.experts.launching import num_programs
 from ep_moe.experts.tile_tables import log_once
 from ep_moe.experts.tuning import HOPPER_TILES, ExpertTiles
 from ep_moe.kernel_launch.kernel import Kernel
-from ep_moe.kernels.gemm.arguments import (
-    Codes,
-    Epilogue,
-    RowGroups,
-    Scales,
-)
+from ep_moe.kernels.gemm.arguments import Codes, Epilogue, RowGroups, Scales
 from ep_moe.kernels.hopper.arguments import BLOCK_M, HALF_M, HALF_N, Pipeline
 from ep_moe.kernels.hopper.gather import _gather_rows_kernel
 from ep_moe.kernels.hopper.grouped import _hopper_gemm_kernel

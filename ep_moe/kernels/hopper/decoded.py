@@ -1,11 +1,12 @@
 """The two GEMMs of all experts on Hopper with weights that are decoded in registers, as persistent kernels.
 
 Letters: L local experts, K columns that a GEMM reduces over, N columns of its result, W rows of its weights, Q row
-tiles of all experts, T a step's words in a row of weights (16), G numbers of groups of a row in a step.
+tiles of all experts, G numbers of groups of a row in a step.
 
 A program has three partitions, as in `ep_moe.kernels.hopper.grouped`. Weights are the left operand: each warp group
 decodes 64 of a tile's 128 rows of weights, eight of the gate and eight of the up half in turn, or of two neighboring
-blocks of 64 columns. While the tensor core multiplies a step, the warp groups decode the next one.
+blocks of 64 columns. While the tensor core multiplies a step, the warp groups decode the next one; with few rows two
+programs share an SM, and take turns.
 """
 
 from typing import Any, NamedTuple
