@@ -185,12 +185,15 @@ def to_int8(x):
 
 
 @triton.jit
+def to_quantized(x, dtype: tl.constexpr):
+    """Round float32 to `dtype`, int8 or e4m3, as `to_int8` and `to_e4m3` do."""
+    return to_int8(x) if dtype == tl.int8 else to_e4m3(x)
+
+
+@triton.jit
 def quantize_to(x, scale, dtype: tl.constexpr):
     """x / scale as `dtype`, int8 or e4m3."""
-    if dtype == tl.int8:
-        return to_int8(tl.div_rn(x, scale))
-    else:
-        return quantize_e4m3(x, scale)
+    return to_quantized(tl.div_rn(x, scale), dtype)
 
 
 @triton.jit

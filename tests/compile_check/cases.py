@@ -317,6 +317,8 @@ def _hopper_cases() -> list[Case]:
         case("fp8_tensor static", "fp8_tensor", static=True),
         case("fp8_token gpt-oss", "fp8_token", **GPT_OSS, excuses={**few, **more, **WIDE_ROWS}),
         case("fp8_block_ue8m0", "fp8_block_ue8m0", excuses=few),
+        case("int8_block", "int8_block", excuses=few),
+        case("int8_token", "int8_token"),
         case("bf16 batched", "none", layout="batched"),
         case("bf16 indexed", "none", layout="indexed"),
         case("bf16 gpt-oss", "none", **GPT_OSS),

@@ -50,7 +50,7 @@ MODELS = {
     "mixtral": Model(hidden=4096, intermediate=14336, experts=2, num_topk=2),
     "gpt-oss-120b": Model(hidden=2880, intermediate=2880, experts=16, num_topk=4, activation=GPT_OSS, biased=True),
 }
-SCHEMES = ["none", "fp8_tensor", "fp8_token", "fp8_block"]
+SCHEMES = ["none", "fp8_tensor", "fp8_token", "fp8_block", "int8_token", "int8_block"]
 DECODED = ["fp8_w8a16", "fp8_w8a16_block", "int8_w8a16", "int8_w8a16_zp", "int8_w8a16_g64_zp", "mxfp8_w8a16"]
 DECODED += ["int4_w4a16_zp", "int4_w4a16_g16", "int4_w4a16_g32_f32", "int4_w4a16_g64_zp"]
 DECODED += ["mxfp4_w4a16", "nvfp4_w4a16", "nvfp4_w4a16_divisor"]
@@ -255,8 +255,12 @@ def test_hopper_gemms_of_odd_sizes(scheme: str, activation: str, biased: bool) -
     rows = make_rows(dataclasses.replace(model, num_topk=1), scheme, len(ids))
     rows = dataclasses.replace(rows, local_topk_ids=ids.int().unsqueeze(1), topk_weights=torch.ones_like(ids)[:, None])
     batch = lay_out(rows, Layout.COMPACT, model, scheme, alignment=1).batch
-    values = as_bytes(batch.x)
-    values[200, 7] = math.nan if values.is_floating_point() else 0x7F
+    if batch.x.dtype == torch.int8:
+        assert batch.scale is not None
+        batch.scale[..., 200] = math.nan
+    else:
+        values = as_bytes(batch.x)
+        values[200, 7] = math.nan if values.is_floating_point() else 0x7F
     backend, _ = experts.choose_backend(CallShape.of(batch, weights, model.activation))
     assert backend.name == "hopper"
     y = experts(batch, weights, out=torch.full(batch.output_shape, math.nan, dtype=torch.bfloat16, device="cuda"))

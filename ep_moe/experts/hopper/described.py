@@ -19,6 +19,7 @@ MAXNREG = 168  # times 12 warps fill the register file
 REGISTERS = 232  # of a thread of the second warp group; the loading warp takes 40, and the first group what is left
 _GLUON_TYPES = {
     torch.float8_e4m3fn: gl.float8e4nv,
+    torch.int8: gl.int8,
     torch.bfloat16: gl.bfloat16,
     torch.float16: gl.float16,
     torch.float32: gl.float32,

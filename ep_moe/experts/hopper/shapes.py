@@ -13,7 +13,7 @@ CAPABILITY = (9, 0)
 # expected of an expert, by bytes of an element: with fewer, Triton's kernels read the weights as fast
 LEAST_ROWS = {1: 64, 2: 96}
 BLOCK = 128  # rows and columns of a weight that share a scale, and columns of a row
-_ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+_ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8)
 _MOST_ROWS = 2**31 - 2**16  # TMA's coordinates are int32
 STEP_BYTES = 128  # of a row in a step over K: the width of TMA's swizzle
 TMA_BYTES = 16  # strides are multiples of it

@@ -23,9 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ep_moe.kernels.gemm.arguments import TileColumns, TileRows
 from ep_moe.kernels.gemm.pairs import decode_float8_words, decode_int8_words, decode_words, scale_pairs, zero_pairs
-from ep_moe.kernels.gemm.tile_list import find_tile
 from ep_moe.kernels.hopper.epilogue import activate_sums, finish_sums
-from ep_moe.kernels.hopper.tiles import allocate_tiles, next_tile, put_tile
+from ep_moe.kernels.hopper.tiles import allocate_tiles, draw_tile, next_tile, put_tile
 from ep_moe.kernels.numerics import E4M3_MAX_EXPONENT, absmax, e4m3_value, e8m0_byte, e8m0_value, round_to, to_mxfp8
 
 _async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # from Triton 3.8 on
@@ -110,11 +109,8 @@ def _load_tiles(x_desc, w_desc, rows, tiles, buffers, drawn, PIPE, EPILOGUE):
     step = 0
     number = 0
     while t < total:
-        following = gl.atomic_add(tiles.next_tile + (0 if PIPE.FIRST else 1), 1) + gl.num_programs(0)
-        expert, num_tokens, row_tile, first_tile, column_tile = find_tile(t, PIPE.COLUMN_TILES, rows, tiles, PIPE)
-        left = num_tokens - row_tile * PIPE.BLOCK_M
-        row = (first_tile + row_tile) * PIPE.BLOCK_M
-        batch_row = gl.load(rows.row_start + expert) + row_tile * PIPE.BLOCK_M
+        following, expert, left, listed, batch_row, column_tile = draw_tile(t, rows, tiles, PIPE)
+        row = listed * PIPE.BLOCK_M
         put_tile(drawn, number, expert, left, row, row if PIPE.FIRST else batch_row, column_tile)
         number += 1
         w_row = column_tile * (HALF if EPILOGUE.GATED else 2 * HALF)

@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ep_moe.kernels.gemm.activation import activate
 from ep_moe.kernels.gemm.epilogue import add_bias, of_expert, scale_sums
 from ep_moe.kernels.hopper.arguments import HALF_M, HALF_N
-from ep_moe.kernels.numerics import absmax, divide_rows, quantize_to, round_to, scale_for, to_e4m3
+from ep_moe.kernels.numerics import absmax, divide_rows, quantize_to, round_to, scale_for, to_quantized
 
 _async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global  # before Triton 3.8
 
@@ -59,7 +59,7 @@ def requantize(values, result, scalars, expert, row, column, PIPE, EPILOGUE):
         rows = row + gl.arange(0, HALF_M, gl.SliceLayout(1, values.type.layout))
         if column < PIPE.N:
             gl.store(result.out.scale + (column // HALF_N).to(gl.int64) * result.scale_stride + rows, scale)
-        return to_e4m3(divide_rows(values, scale))
+        return to_quantized(divide_rows(values, scale), DTYPE)
     elif EPILOGUE.REQUANTIZE == "static":
         return quantize_to(values, gl.load(scalars.static_scale + expert), DTYPE)
     else:

@@ -36,7 +36,7 @@ def _accumulate(
         scale_ptr = _block_scales(operands, expert, column, PIPE)
         other_scale_ptr = _block_scales(operands, expert, other_column, PIPE)
         return multiply_scaled(group, step, buffers, scale_ptr, other_scale_ptr, PIPE, LAYOUT)
-    elif buffers.w.dtype.primitive_bitwidth == 8:
+    elif buffers.w.dtype == gl.float8e4nv:
         return multiply_float8(group, step, buffers, PIPE, LAYOUT)
     else:
         return multiply_chained(group, step, buffers, PIPE, LAYOUT)

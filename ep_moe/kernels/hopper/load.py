@@ -4,10 +4,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
-from ep_moe.kernels.gemm.tile_list import find_tile
 from ep_moe.kernels.hopper.arguments import BLOCK_M, HALF_M, HALF_N
 from ep_moe.kernels.hopper.overlap import let_dependents_start, wait_for_kernel_before, wait_until_stored
-from ep_moe.kernels.hopper.tiles import put_tile
+from ep_moe.kernels.hopper.tiles import draw_tile, put_tile
 
 # the latter before Triton 3.8, and of those that are no TMA before 3.9
 _async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -36,16 +35,13 @@ def load_operands(source, rows, tiles, buffers, drawn, PIPE, EPILOGUE):
     step = 0
     number = 0
     while t < total:
-        following = gl.atomic_add(tiles.next_tile + (0 if PIPE.FIRST else 1), 1) + gl.num_programs(0)
-        expert, num_tokens, row_tile, first_tile, column_tile = find_tile(t, PIPE.COLUMN_TILES, rows, tiles, PIPE)
-        left = num_tokens - row_tile * BLOCK_M
-        listed_row = (first_tile + row_tile) * BLOCK_M
-        batch_row = gl.load(rows.row_start + expert) + row_tile * BLOCK_M
+        following, expert, left, listed, batch_row, column_tile = draw_tile(t, rows, tiles, PIPE)
+        listed_row = listed * BLOCK_M
         row = listed_row if PIPE.PACKED else batch_row
         put_tile(drawn, number, expert, left, row, listed_row if PIPE.FIRST else batch_row, column_tile)
         number += 1
         if OVERLAPS and not PIPE.FIRST:
-            wait_until_stored(tiles.stored, first_tile + row_tile, PIPE.ARRIVALS)
+            wait_until_stored(tiles.stored, listed, PIPE.ARRIVALS)
         if PIPE.COPIED_SCALES:
             scale_ptrs = x_scale + row + gl.arange(0, BLOCK_M, BY_LANE)
             if PIPE.SCALE_ROWS:  # the experts' matrices of scales are x_scale_stride * G elements apart

@@ -15,6 +15,12 @@ def sums_layout(ITEM_BITS):
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 256 // ITEM_BITS])
 
 
+@gluon.constexpr_function
+def sums_dtype(item_dtype):
+    """What the tensor core sums in: int8 in int32, all others in float32."""
+    return gl.int32 if item_dtype == gl.int8 else gl.float32
+
+
 @gluon.jit
 def skip_steps(step, buffers, PIPE):
     """Empty the buffers of a tile in which this warp group has no rows."""
@@ -28,9 +34,11 @@ def skip_steps(step, buffers, PIPE):
 
 @gluon.jit
 def multiply_chained(group: gl.constexpr, step, buffers, PIPE, LAYOUT: gl.constexpr):
-    """16-bit products, summed in the tensor core's float32. Returns both halves and the step after the last."""
-    sums = gl.zeros([HALF_M, HALF_N], gl.float32, LAYOUT)
-    other_sums = gl.zeros([HALF_M, HALF_N], gl.float32, LAYOUT)
+    """16-bit products, summed in the tensor core's float32, or int8 in int32, which 131,071 columns cannot overflow.
+    Returns both halves in float32 and the step after the last."""
+    DTYPE: gl.constexpr = sums_dtype(buffers.w.dtype)
+    sums = gl.zeros([HALF_M, HALF_N], DTYPE, LAYOUT)
+    other_sums = gl.zeros([HALF_M, HALF_N], DTYPE, LAYOUT)
     for k in range(PIPE.STEPS):
         stage = step % PIPE.STAGES
         mbarrier.wait(buffers.full.index(stage), (step // PIPE.STAGES) & 1)
@@ -44,7 +52,7 @@ def multiply_chained(group: gl.constexpr, step, buffers, PIPE, LAYOUT: gl.conste
         step += 1
     sums, other_sums = warpgroup_mma_wait(0, deps=(sums, other_sums))
     mbarrier.arrive(buffers.empty.index((step + PIPE.STAGES - 1) % PIPE.STAGES), count=1)
-    return sums, other_sums, step
+    return sums.to(gl.float32), other_sums.to(gl.float32), step
 
 
 @gluon.jit
@@ -82,7 +90,7 @@ def multiply_scaled(
     PIPE,
     LAYOUT: gl.constexpr,
 ):
-    """fp8 products times the scales of their rows of x and their block of w, added to float32 registers in each step.
+    """fp8 or int8 products times the scales of their rows of x and their block of w, added to float32 registers in each step.
 
     While one warp group scales, the tensor core multiplies for the other.
     """
@@ -94,7 +102,7 @@ def multiply_scaled(
         x_scales = buffers.x_scale._reinterpret(gl.float32, [2 * PIPE.STAGES, HALF_M], FLAT)
     sums = gl.zeros([HALF_M, HALF_N], gl.float32, LAYOUT)
     other_sums = gl.zeros([HALF_M, HALF_N], gl.float32, LAYOUT)
-    zeros = gl.zeros([HALF_M, HALF_N], gl.float32, LAYOUT)
+    zeros = gl.zeros([HALF_M, HALF_N], sums_dtype(buffers.w.dtype), LAYOUT)
     w_scale, other_w_scale = gl.load(scale_ptr), gl.load(other_scale_ptr)
     for k in range(PIPE.STEPS):
         stage = step % PIPE.STAGES
@@ -107,13 +115,13 @@ def multiply_scaled(
         following = gl.minimum(k + 1, PIPE.STEPS - 1)  # loaded a step ahead
         w_scale, other_w_scale = gl.load(scale_ptr + following), gl.load(other_scale_ptr + following)
         product = warpgroup_mma_wait(0, deps=(product,))
-        sums += product * scale[:, None]
+        sums += product.to(gl.float32) * scale[:, None]
         if PIPE.HALVES == 2:
             w = buffers.w.index(2 * stage + 1).permute((1, 0))
             product = warpgroup_mma(x, w, product, use_acc=False, is_async=True)
             product = warpgroup_mma_wait(0, deps=(product,))
         mbarrier.arrive(buffers.empty.index(stage), count=1)
         if PIPE.HALVES == 2:
-            other_sums += product * other_scale[:, None]
+            other_sums += product.to(gl.float32) * other_scale[:, None]
         step += 1
     return sums, other_sums, step

@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ep_moe.kernels.gemm.tile_list import find_tile
 from ep_moe.kernels.hopper.arguments import Tiles
 
 DRAWN = gl.constexpr(2)  # tiles ahead
@@ -24,6 +25,17 @@ def allocate_tiles():
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     return Tiles(tile, full, empty)
+
+
+@gluon.jit
+def draw_tile(t, rows, tiles, PIPE):
+    """Draw the tile after tile t, and find t: returns (the drawn one, t's expert, how many of its rows are left from its
+    first row on, the row tile in the list, the first row in the batch, the column tile)."""
+    following = gl.atomic_add(tiles.next_tile + (0 if PIPE.FIRST else 1), 1) + gl.num_programs(0)
+    expert, num_tokens, row_tile, first_tile, column_tile = find_tile(t, PIPE.COLUMN_TILES, rows, tiles, PIPE)
+    left = num_tokens - row_tile * PIPE.BLOCK_M
+    batch_row = gl.load(rows.row_start + expert) + row_tile * PIPE.BLOCK_M
+    return following, expert, left, first_tile + row_tile, batch_row, column_tile
 
 
 @gluon.jit
