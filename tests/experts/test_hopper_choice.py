@@ -1,4 +1,6 @@
-"""Which calls Hopper's kernels take with weights that are decoded, and with what tiles."""
+"""Which calls Hopper's kernels take, and with what tiles."""
+
+import dataclasses
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ gluon = pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper", 
 
 from ep_moe.experts.grouped_gemm import CallShape  # noqa: E402 - they import Triton
 from ep_moe.experts.hopper.gemms import HopperGemms  # noqa: E402
+from ep_moe.experts.tuning import HOPPER_TILES  # noqa: E402
 
 
 def shape_of(scheme: str, expected_rows: int, *, num_experts: int = 32, hidden: int = 7168) -> CallShape:
@@ -68,3 +71,16 @@ def test_what_they_do_not_decode(scheme: str, hidden: int, reason: str) -> None:
     backend = HopperGemms(anywhere=True)
     assert backend.obstacle(shape_of(scheme, 512, hidden=hidden)) == reason
     assert backend.tiles(shape_of(scheme, 512, hidden=hidden)) is None
+
+
+@pytest.mark.parametrize("scheme", ["fp8_block", "fp8_token", "int8_block", "int8_token"])
+def test_rows_from_which_8_bits_are_multiplied(scheme: str) -> None:
+    backend = HopperGemms(anywhere=True)
+    few, many = (dataclasses.replace(shape_of(scheme, rows), scale_strides=(0, 1, 2048)) for rows in (63, 64))
+    assert backend.tiles(few) is None
+    assert backend.tiles(many) == HOPPER_TILES
+
+
+def test_blocks_of_int8_that_they_do_not_multiply() -> None:
+    shape = dataclasses.replace(shape_of("int8_block_64x64", 512), scale_strides=(0, 1, 16384))
+    assert HopperGemms(anywhere=True).obstacle(shape) == "blocks of scales are (64, 64), not 128 x 128"
