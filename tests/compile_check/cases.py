@@ -118,7 +118,8 @@ NARROW_TOKENS: dict[str, tuple[Excuses, Excuses]] = {  # the same
 }
 FEW_OUTSIDE = "up to 16 words of a thread, between tiles: the loop over K needs the registers"
 SCALES_INSIDE = "gelu and swiglu on Triton 3.7.1: up to 10 instructions of a step; none on 3.6.0, 3.8.0 and 3.9.0"
-MORE_OUTSIDE = "20 to 23 words of a thread, between tiles: scales and biases of columns, or gelu on Triton 3.7.1"
+CONVERTED_INSIDE = "int8_block on Triton 3.7.1 and 3.8.0: 10 instructions of a step; none on 3.6.0"
+MORE_OUTSIDE = "20 to 24 words of a thread, between tiles: scales and biases of columns, or gelu and int8 on 3.7.1"
 MORE_OF_GROUPS = "43 words of a thread, between tiles: MXFP8 numbers of the intermediate"
 DECODED_APART = "scales are few bytes of each row; columns of the intermediate are stored in the order of decoded words"
 # device code of some targets, and what needs NVSHMEM's device code: `test_nvshmem.py` compiles it
@@ -299,8 +300,12 @@ def _hopper_cases() -> list[Case]:
     few: dict[tuple[str, Rule], str] = {("_hopper_gemm_kernel", "spill"): FEW_OUTSIDE}
     more: dict[tuple[str, Rule], str] = {("_hopper_gemm_kernel", "many_spills"): MORE_OUTSIDE}
     inside: dict[tuple[str, Rule], str] = {}
+    converted: dict[tuple[str, Rule], str] = {}
+    if triton.__version__.startswith(("3.7.", "3.8.")):
+        converted = {("_hopper_gemm_kernel", "loop_spill"): CONVERTED_INSIDE}
     if triton.__version__.startswith("3.7."):
         inside = {("_hopper_gemm_kernel", "loop_spill"): SCALES_INSIDE}
+        converted |= more
 
     def case(name: str, *args: Any, **options: Any) -> Case:
         return _experts(f"hopper {name}", *args, expected_rows=128, hopper=True, **options)
@@ -317,7 +322,7 @@ def _hopper_cases() -> list[Case]:
         case("fp8_tensor static", "fp8_tensor", static=True),
         case("fp8_token gpt-oss", "fp8_token", **GPT_OSS, excuses={**few, **more, **WIDE_ROWS}),
         case("fp8_block_ue8m0", "fp8_block_ue8m0", excuses=few),
-        case("int8_block", "int8_block", excuses=few),
+        case("int8_block", "int8_block", excuses={**few, **converted}),
         case("int8_token", "int8_token"),
         case("bf16 batched", "none", layout="batched"),
         case("bf16 indexed", "none", layout="indexed"),

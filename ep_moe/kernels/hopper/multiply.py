@@ -90,7 +90,7 @@ def multiply_scaled(
     PIPE,
     LAYOUT: gl.constexpr,
 ):
-    """fp8 or int8 products times the scales of their rows of x and their block of w, added to float32 registers in each step.
+    """fp8 or int8 products times the scales of their rows of x and their block of w, added to float32 in each step.
 
     While one warp group scales, the tensor core multiplies for the other.
     """

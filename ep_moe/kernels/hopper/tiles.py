@@ -29,8 +29,8 @@ def allocate_tiles():
 
 @gluon.jit
 def draw_tile(t, rows, tiles, PIPE):
-    """Draw the tile after tile t, and find t: returns (the drawn one, t's expert, how many of its rows are left from its
-    first row on, the row tile in the list, the first row in the batch, the column tile)."""
+    """Draw the tile after tile t, and find t. Returns (the drawn one, t's expert, how many of its rows are left from
+    the tile's first on, the row tile in the list, the first row in the batch, the column tile)."""
     following = gl.atomic_add(tiles.next_tile + (0 if PIPE.FIRST else 1), 1) + gl.num_programs(0)
     expert, num_tokens, row_tile, first_tile, column_tile = find_tile(t, PIPE.COLUMN_TILES, rows, tiles, PIPE)
     left = num_tokens - row_tile * PIPE.BLOCK_M
