@@ -266,6 +266,7 @@ def _in_child(options: argparse.Namespace, plugin: str, log: Path) -> None:
         os.environ.pop(name, None)
         if plugin == "on":
             os.environ[name] = "1"
+    options.set += options.set_on if plugin == "on" else []
     paths = [str(entries), str(HERE), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = ":".join(filter(None, paths))
     sys.path.insert(0, str(entries))
@@ -308,7 +309,7 @@ def report(
         "nproc": options.nproc,
         "ranks": options.ranks if options.nproc > 1 else "",
         "compile": options.compile,
-        "set": dict(options.set),
+        "set": dict(options.set + options.set_on if options.turns[number] == "on" else options.set),
         "turn": number,
         "plugin": options.turns[number],
     }
@@ -355,6 +356,7 @@ def records(
 
     probabilities = [line for line in lines if line.get("name") == "logprobs" and line["plugin"] == "on"]
     measured = [line for line in lines if "output_tokens_per_s" in line]
+    sets = {"set": options.set, "set_on": options.set_on}
     found = []
     for name, requests in dict.fromkeys((line["name"], line["requests"]) for line in measured):
         rate = "prompt_tokens_per_s" if name == "prefill" else "output_tokens_per_s"
@@ -393,6 +395,7 @@ def records(
                     "compile": options.compile,
                     "setting": f"{name}, {requests} requests",
                     "turns": len(options.turns),
+                    **{key: json.dumps(dict(more)) for key, more in sets.items() if more},
                 },
                 figures=ours,
                 baselines={"own": own},
@@ -465,6 +468,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--attention", help="the engine's name of a backend")
     parser.add_argument("--moe-backend", help="of the engine's own experts")
     parser.add_argument("--set", nargs="+", type=assignment, default=[], help="more options of the engine: NAME=JSON")
+    parser.add_argument("--set-on", nargs="+", type=assignment, default=[], help="as --set, where the plug-in is on")
     parser.add_argument("--memory", type=float, default=0.88, help="part of a GPU that the engine takes")
     parser.add_argument("--sleep", action="store_true", help="vLLM sleeps and wakes up at the end of each turn")
     parser.add_argument("--timeout-secs", type=float, default=240.0, help="of a turn")

@@ -106,7 +106,8 @@ def test_tokens_are_compared_with_the_first_turn(tmp_path: Path, capsys: pytest.
 
 async def stand_in_turn(found: serve_engine.argparse.Namespace) -> None:
     names = sorted(point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins"))
-    found.lines.write_text(json.dumps({"switch": os.environ.get("EP_MOE_VLLM"), "names": names}) + "\n")
+    row = {"switch": os.environ.get("EP_MOE_VLLM"), "names": names, "asked": dict(found.set)}
+    found.lines.write_text(json.dumps(row) + "\n")
     if os.environ.get("EP_MOE_VLLM") == "1" and os.environ.get("IGNORED") != "1":
         print("ep_moe runs model.layers.0.mlp.experts and layers like it")
 
@@ -138,10 +139,10 @@ def test_turns_differ_by_the_plug_in_which_must_run(
     monkeypatch.setenv("IGNORED", ignored)
     monkeypatch.setenv("EP_MOE_VLLM", "1")  # of the caller: turns without the plug-in do not see it
     words = ["--engine", "vllm", "--turns", "off", "on", "--logs", str(tmp_path / "logs")]
-    assert serve_engine.main(words) == int(ignored)
+    assert serve_engine.main([*words, "--set", "x=1", "--set-on", "x=2"]) == int(ignored)
     out = capfd.readouterr().out
     rows = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-    assert [row["switch"] for row in rows] == [None, "1"]
+    assert [(row["switch"], row["asked"]) for row in rows] == [(None, {"x": 1}), ("1", {"x": 2})]
     assert all({"ep_moe", "ep_moe_serve"} <= set(row["names"]) for row in rows)
     assert ("turn 1, plug-in on: the log names 0 kinds of layers of ep_moe" in out) == (ignored == "1")
 
@@ -202,6 +203,7 @@ def test_logprobs_are_compared_with_the_first_turn() -> None:
 
 def test_rows_are_means_of_the_turns_of_each_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--requests", "2", "--turns", "off", "on", "off", "on", "--append", str(tmp_path / "rows.jsonl")]
+    words += ["--set", "x=1", "--set-on", "x=2", 'y="a"']
     found, first, lines = options(tmp_path, *words, "--commit", "d18acff"), dict[str, Any](), list[dict[str, Any]]()
     found.logs.mkdir()
     seconds = iter((4.0, 1.0, 2.0, 3.0))
@@ -215,8 +217,10 @@ def test_rows_are_means_of_the_turns_of_each_side(tmp_path: Path, monkeypatch: p
             rows.append({"version": "1.0", **serve_engine.figures(setting, answers), "passes_equal": True})
         rows.append({"name": "logprobs", "logprobs": [{"1": -1.0 - turn}]})
         lines += serve_engine.report(found, turn, rows, first)
+    assert [line["set"] for line in lines[::3]] == [{"x": 1}, {"x": 2, "y": "a"}] * 2
     decode, prefill = serve_engine.records(found, lines, words, **serve_engine.machine())
     assert decode.setup["setting"] == "decode, 2 requests"
+    assert (decode.setup["set"], decode.setup["set_on"]) == ('{"x": 1}', '{"x": 2, "y": "a"}')
     assert decode.figures["tokens_per_sec"] == pytest.approx(2 * 64 * (1 / 1 + 1 / 3) / 2, rel=1e-3)
     assert decode.baselines["own"]["tokens_per_sec"] == pytest.approx(2 * 64 * (1 / 4 + 1 / 2) / 2, rel=1e-3)
     assert prefill.figures["tokens_per_sec"] == pytest.approx(8 * 4096 * (2 / 1 + 2 / 3) / 2, rel=1e-3)
