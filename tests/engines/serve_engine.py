@@ -57,6 +57,7 @@ GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LOWEST_ID, IDS = 1000, 50_000  # of prompts: every model's vocabulary has them
 SHOWN_CHARS = 6000  # of the log of a turn that failed
 ENDS_AFTER_SECS = 15  # between a turn's stacks, which it prints, and its end
+STACKS_BEFORE_SECS = 5  # and those of the engine's processes
 OURS = re.compile(r"ep_moe runs (\S+)")
 
 
@@ -270,6 +271,9 @@ def _in_child(options: argparse.Namespace, plugin: str, log: Path) -> None:
     paths = [str(entries), str(HERE), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = ":".join(filter(None, paths))
     sys.path.insert(0, str(entries))
+    os.environ[importlib.import_module("serve_models").STACKS_AT] = str(
+        time.time() + options.timeout_secs - STACKS_BEFORE_SECS
+    )
     faulthandler.dump_traceback_later(options.timeout_secs, exit=True)
     asyncio.run(turn(options))
     sys.stdout.flush()

@@ -3,9 +3,12 @@
 `releases.entry_points` names `register_vllm` and `register_sglang`: engines call them in each of their processes.
 """
 
+import faulthandler
 import importlib
 import json
+import os
 import sys
+import time
 import types
 import zlib
 from pathlib import Path
@@ -13,6 +16,7 @@ from typing import Any
 
 import torch
 
+STACKS_AT = "EP_MOE_SERVE_STACKS_AT"  # seconds since 1970
 FP8_STD, FP8_SCALES = 64.0, (2e-4, 4e-4)  # about 0.02 when multiplied
 DRAWN = 1 << 26  # numbers at once
 PACKED_SCALE = 119  # 2^-8 in MXFP4, whose values go up to 6: with 2^-7, 24 layers turn noise into other tokens
@@ -228,8 +232,14 @@ def stand_in_numba() -> None:
         sys.modules["numba"] = stand_in
 
 
+def _print_stacks_at_the_end() -> None:
+    """This process of an engine prints its stacks shortly before its turn is ended, at the time in STACKS_AT."""
+    faulthandler.dump_traceback_later(max(float(os.environ[STACKS_AT]) - time.time(), 1.0))
+
+
 def register_vllm() -> None:
     """A general plug-in of vLLM: its loader of dummy weights calls `fill`."""
+    _print_stacks_at_the_end()
     stand_in_numba()
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
@@ -238,6 +248,7 @@ def register_vllm() -> None:
 
 def register_sglang() -> None:
     """A plug-in of SGLang that does the same."""
+    _print_stacks_at_the_end()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     target = "sglang.srt.model_loader.loader.initialize_dummy_weights"
