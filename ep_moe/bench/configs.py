@@ -119,7 +119,7 @@ class ExpertsBenchConfig:
     def row_counts(self, rows: int, kind: str = "uneven") -> "torch.Tensor":
         """Rows of each expert, [L] int64 on the CPU, `rows` on average; `kind` is one of `counts`. Local.
 
-        "uneven" is `rows` times 0.7 to 1.3, and at least 1. "skewed" is half of all rows for the first expert, none for
+        "uneven" is `rows` times 0.7 to 1.3, divided by the mean of these factors, and at least 1. "skewed" is half of all rows for the first expert, none for
         the last third, and the same for the others.
         """
         import torch
@@ -138,7 +138,7 @@ class ExpertsBenchConfig:
             return counts
         generator = torch.Generator().manual_seed(self.seed * SEED_STRIDE + rows)
         shares = torch.rand(num, generator=generator) * (1.3 - 0.7) + 0.7
-        return (shares * rows).round().clamp(min=1).long()
+        return (shares / shares.mean() * rows).round().clamp(min=1).long()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -37,7 +37,8 @@ def test_bench_experts_and_its_rows(tmp_path: Path) -> None:
         counts = ExpertsBenchConfig(preset="tiny", ep_size=5).row_counts(int(record.shapes["rows_per_expert"]))
         assert counts.shape == (4,)
         assert counts.min() >= 1
-        assert counts.max() <= 1.3 * record.shapes["rows_per_expert"]
+        assert counts.max() <= 1.3 / 0.7 * record.shapes["rows_per_expert"]
+        assert abs(int(counts.sum()) - 4 * record.shapes["rows_per_expert"]) <= 2  # rounded one by one
         figures, secs = record.figures, record.figures["call_us"] * 1e-6
         assert figures["call_min_us"] <= figures["call_us"] <= figures["call_max_us"]
         assert figures["tflops"] == pytest.approx(2 * int(counts.sum()) * 256 * 128 * 3 / secs / 1e12)

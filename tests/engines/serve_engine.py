@@ -4,8 +4,8 @@
 
 The engine, its compiled parts and its dependencies are on PYTHONPATH. Models have published sizes and random weights
 (`serve_models`), prompts are token ids drawn by number. Each turn is a process of its own, ended after --timeout-secs.
-A JSON line is printed for each turn and setting: tokens a second, time to the first token, time per further token, a
-hash of the greedy tokens, and how far they agree with the first turn's, which the second turn of the same side puts in
+A JSON line is printed for each turn and setting: tokens a second, time to the first token, time per further token, that
+of a step once every request has its first token, a hash of the greedy tokens, and how far they agree with the first turn's, which the second turn of the same side puts in
 proportion. Exit status 1: a turn failed, or the plug-in did not run where it should.
 """
 
@@ -155,6 +155,7 @@ def figures(setting: Setting, found: Sequence[Answer]) -> dict[str, Any]:
     }
     if further:
         values["tpot_ms"] = 1e3 * statistics.median((one.last_secs - one.first_secs) / further for one in found)
+        values["step_ms"] = (1e3 * secs - values["ttft_max_ms"]) / further
     digest = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
     return {
         **dataclasses.asdict(setting),
@@ -371,7 +372,7 @@ def records(
             ]
             figures = {"tokens_per_sec": [one[rate] for one in turns], "ttft_ms": [one["ttft_ms"] for one in turns]}
             if name != "prefill":
-                figures["tpot_ms"] = [one["tpot_ms"] for one in turns]
+                figures |= {key: [one[key] for one in turns] for key in ("tpot_ms", "step_ms")}
             figures["first_tokens_share"] = [one["first_tokens_agree"] for one in turns]
             sides[plugin] = {key: statistics.mean(values) for key, values in figures.items()}
         ours, own = sides["on"], sides["off"]

@@ -62,7 +62,7 @@ def test_every_setting_is_measured_and_prompts_do_not_change(tmp_path: Path) -> 
     for row in rows:
         assert 0 < row["ttft_ms"] <= row["ttft_max_ms"] <= 1e3 * row["secs"] + 1  # which are rounded
         assert row["output_tokens_per_s"] > 0
-        assert ("tpot_ms" in row) == (row["new_tokens"] > 1)
+        assert ("tpot_ms" in row) == ("step_ms" in row) == (row["new_tokens"] > 1)
     again = measured(tmp_path, Echo(), "--max-tokens", "16")
     assert [row["tokens_sha256"] for row in again] == [row["tokens_sha256"] for row in rows]
     prompts = serve_engine.Setting("decode", 3, 9, 5).prompts()
@@ -222,6 +222,7 @@ def test_rows_are_means_of_the_turns_of_each_side(tmp_path: Path, monkeypatch: p
     assert decode.setup["setting"] == "decode, 2 requests"
     assert (decode.setup["set"], decode.setup["set_on"]) == ('{"x": 1}', '{"x": 2, "y": "a"}')
     assert decode.figures["tokens_per_sec"] == pytest.approx(2 * 64 * (1 / 1 + 1 / 3) / 2, rel=1e-3)
+    assert decode.figures["step_ms"] == pytest.approx(1e3 * (0.5 + 1.5) / 2 / 63, rel=1e-3)
     assert decode.baselines["own"]["tokens_per_sec"] == pytest.approx(2 * 64 * (1 / 4 + 1 / 2) / 2, rel=1e-3)
     assert prefill.figures["tokens_per_sec"] == pytest.approx(8 * 4096 * (2 / 1 + 2 / 3) / 2, rel=1e-3)
     assert (decode.figures["first_tokens_share"], decode.baselines["own"]["first_tokens_share"]) == (0, 0.5)
