@@ -35,15 +35,16 @@ class Compiled:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Orders:
-    """Rules on the order of accesses by kernel name, and the parts of each rule that were found in kernels."""
+    """Rules on the order of accesses by kernel name, and the parts of each rule that were found in kernels; others that
+    may start early follow `AfterLaunch`."""
 
     rules: Mapping[str, tuple[order.AnyRule, ...]]
     seen: dict[str, set[str]] = dataclasses.field(default_factory=dict)
 
-    def check(self, kernel: str, text: str, intermediate: ir.Ir, threads: int) -> list[Finding]:
-        """The findings on a kernel's PTX."""
+    def check(self, kernel: str, text: str, intermediate: ir.Ir, threads: int, early: bool = False) -> list[Finding]:
+        """The findings on a kernel's PTX; `early`: the driver may launch it before the kernel before it has ended."""
         texts = []
-        if rules_here := self.rules.get(kernel, ()):
+        if rules_here := self.rules.get(kernel, (order.AfterLaunch(),) if early else ()):
             program = ptx.read(text)
             for rule in rules_here:
                 seen = order.check(rule, program, intermediate, threads)
@@ -82,7 +83,9 @@ def _check(function: JITFunction, compiled: Any, orders: Orders) -> Compiled:
     gluon = "ttir" not in compiled.asm
     machine = sass.read(compiled.asm["cubin"]) if "cubin" in compiled.asm else amdgcn.read(compiled.asm["amdgcn"])
     intermediate = ir.read(compiled.asm["ttgir" if gluon else "ttir"])
-    ordered = orders.check(kernel, compiled.asm.get("ptx", ""), intermediate, 32 * compiled.metadata.num_warps)
+    early = not gluon and compiled.asm.get("ptx") and compiled.metadata.launch_pdl  # Gluon's have partitions
+    threads = 32 * compiled.metadata.num_warps
+    ordered = orders.check(kernel, compiled.asm.get("ptx", ""), intermediate, threads, bool(early))
     return Compiled(
         kernel=kernel,
         cases=[],
