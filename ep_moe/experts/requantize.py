@@ -35,8 +35,8 @@ def prepare_tile_list(num_experts: int, max_tiles: int, block_m: int, device: to
         triton.cdiv(max_tiles, _LIST_BLOCK),
         settings=(num_experts, max_tiles),
         constants={"BLOCK_M": block_m, "EXPERTS": triton.next_power_of_2(num_experts), "TILES": _LIST_BLOCK},
+        options={},
         device=device,
-        early=True,
     )
 
 

@@ -127,7 +127,6 @@ def _prepare(
         },
         options=options,
         device=shape.device,
-        early=True,
     )
 
 
@@ -253,7 +252,6 @@ class TritonGemms:
             },
             options={"num_warps": 4},
             device=shape.device,
-            early=True,
         )
 
     def first(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:

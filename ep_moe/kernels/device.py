@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.target_info import cuda_capability_geq, is_hip
+from triton.language.target_info import is_hip
 
 from ep_moe.kernels.numerics import INTERPRET
 
@@ -165,21 +165,6 @@ def let_dependents_start():
     tl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
     )
-
-
-@triton.constexpr_function
-def _launches_early():
-    """`Device.early_launch` of the GPU that a kernel is compiled for."""
-    return not INTERPRET.value and cuda_capability_geq(*EARLY_LAUNCH_CAPABILITY)
-
-
-@triton.jit
-def start_early():
-    """The first statement of a kernel of `Kernel(early=True)`: the next one's programs may take their places while this
-    one runs, and this one waits until the kernel before it has ended. The gap between two kernels is then shorter."""
-    if _launches_early():
-        let_dependents_start()
-        wait_for_launch(True)
 
 
 @triton.jit

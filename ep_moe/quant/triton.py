@@ -104,7 +104,6 @@ def quantize_launch(shape: QuantizeShape, device: torch.device) -> Kernel:
         constants=kernel.constants,
         options={"num_warps": kernel.num_warps},
         device=device,
-        early=True,
     )
 
 

@@ -10,7 +10,7 @@ Example: counts [3, 0, 40] with BLOCK_M = 16 are 4 row tiles, experts [0, 2, 2, 
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.device import start_early
+from ep_moe.kernels.device import let_dependents_start
 
 
 @triton.jit(do_not_specialize=["num_experts", "max_tiles"])
@@ -24,7 +24,8 @@ def _tile_list_kernel(
     TILES: tl.constexpr,  # list entries per program
 ):
     """List the row tiles of all experts. Programs are independent: each finds the experts of its own entries."""
-    start_early()
+    if tiles.stored is not None:  # the next kernel may start, and waits for this one where it needs the list
+        let_dependents_start()
     expert = tl.arange(0, EXPERTS)
     counts = tl.load(rows.num_tokens + expert, mask=expert < num_experts, other=0)
     num_tiles = (counts + BLOCK_M - 1) // BLOCK_M
