@@ -5,8 +5,8 @@
 The engine, its compiled parts and its dependencies are on PYTHONPATH. Models have published sizes and random weights
 (`serve_models`), prompts are token ids drawn by number. Each turn is a process of its own, ended after --timeout-secs.
 A JSON line is printed for each turn and setting: tokens a second, time to the first token, time per further token, that
-of a step once every request has its first token, a hash of the greedy tokens, and how far they agree with the first turn's, which the second turn of the same side puts in
-proportion. Exit status 1: a turn failed, or the plug-in did not run where it should.
+of a step once every request has its first token, a hash of the greedy tokens, and how far they agree with the first
+turn's, which the second turn of the same side puts in proportion. Exit status 1: a turn failed, or the plug-in did not run where it should.
 """
 
 import argparse
@@ -272,9 +272,8 @@ def _in_child(options: argparse.Namespace, plugin: str, log: Path) -> None:
     paths = [str(entries), str(HERE), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = ":".join(filter(None, paths))
     sys.path.insert(0, str(entries))
-    os.environ[importlib.import_module("serve_models").STACKS_AT] = str(
-        time.time() + options.timeout_secs - STACKS_BEFORE_SECS
-    )
+    at = time.time() + options.timeout_secs - STACKS_BEFORE_SECS
+    os.environ[importlib.import_module("serve_models").STACKS_AT] = str(at)
     faulthandler.dump_traceback_later(options.timeout_secs, exit=True)
     asyncio.run(turn(options))
     sys.stdout.flush()
