@@ -119,8 +119,8 @@ class ExpertsBenchConfig:
     def row_counts(self, rows: int, kind: str = "uneven") -> "torch.Tensor":
         """Rows of each expert, [L] int64 on the CPU, `rows` on average; `kind` is one of `counts`. Local.
 
-        "uneven" is `rows` times 0.7 to 1.3, over the mean of these factors, and at least 1. "skewed" is half of all rows
-        for the first expert, none for the last third, and the same for the others.
+        "uneven" is `rows` times 0.7 to 1.3, over the mean of these factors, and at least 1. "skewed" is half of all
+        rows for the first expert, none for the last third, and the same for the others.
         """
         import torch
 

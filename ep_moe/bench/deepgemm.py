@@ -174,16 +174,18 @@ class DeepGemmWork:
         """The rows [N, H] of the tokens in an output [L, C, H]. Local."""
         return y.flatten(0, 1)[self.places]
 
-    def times(self, name: str, group: EPGroup, *, warmup: int, repeats: int) -> dict[str, float]:
-        """Microseconds of each GEMM alone, from a cold L2, on a GPU of its graph; of other systems none. Host sync."""
-        systems: dict[str, SeparateGemms | DeepGemm] = {OURS: self.ours, "deepgemm": self.theirs}
-        figures: dict[str, float] = {}
-        for gemm in GEMMS if name in systems else ():
+    def samples(self, group: EPGroup, *, warmup: int, repeats: int) -> dict[str, dict[str, list[float]]]:
+        """Microseconds of each GEMM alone, on a GPU of its graph, by figure and system. Host sync."""
 
-            def call(gemm: str = gemm) -> torch.Tensor:
-                systems[name].run(gemm)
+        def timed(system: SeparateGemms | DeepGemm, gemm: str) -> Callable[[], object]:
+            def call() -> torch.Tensor:
+                system.run(gemm)
                 return self.places
 
-            timed = capture(call, group.device).replay if group.device.type == "cuda" else call
-            figures |= harness.time_whole(group, timed, name=f"{gemm}_gemm_call", warmup=warmup, repeats=repeats)
-        return figures
+            return capture(call, group.device).replay if group.device.type == "cuda" else call
+
+        found = {}
+        for gemm in GEMMS:
+            calls = {OURS: timed(self.ours, gemm), "deepgemm": timed(self.theirs, gemm)}
+            found[f"{gemm}_gemm_call"] = harness.time_in_turns(group, calls, warmup=warmup, repeats=repeats)
+        return found

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -23,7 +23,7 @@ from ep_moe.experts import Experts, create_experts, experts_name
 from ep_moe.group import EPGroup
 from ep_moe.layout import ExpertBatch
 from ep_moe.local_moe import local_moe
-from ep_moe.profiling.timing import spread, time_calls
+from ep_moe.profiling.timing import spread
 from ep_moe.quant import get_scheme
 from ep_moe.report.records import OURS, device_name
 from ep_moe.routing import Routing
@@ -31,8 +31,8 @@ from ep_moe.testing import ROW_ERROR_LIMITS
 from ep_moe.testing.random_experts import SEED_STRIDE, RandomExperts
 from ep_moe.weights import ExpertWeights
 
+Samples = dict[str, dict[str, list[float]]]  # microseconds of calls, by figure and system
 GROUPED, PLAIN, DEEPGEMM = "grouped_mm", "triton", "deepgemm"
-_TURN = 10  # calls of a system before the next one's turn
 PEAKS = {"NVIDIA H200": (4.8e6, 989e6)}  # bytes from memory and 16-bit operations in a microsecond
 
 
@@ -107,6 +107,8 @@ class _ExpertsBench:
             contenders[DEEPGEMM] = dataclasses.replace(contenders[OURS], call=beside.theirs, rows=beside.rows)
         timed = {name: made for name, made in contenders.items() if name != DEEPGEMM}
         samples = functools.cache(lambda: self._samples(timed))
+        run = field_values(config, "warmup", "repeats")
+        gemms = functools.cache(lambda: beside.samples(self._group, **run) if beside else {})
         return Work(
             what=f"{engine.scheme}, {rows} rows of each expert, {counts}",
             shapes={
@@ -127,37 +129,23 @@ class _ExpertsBench:
                 **(beside.setup if beside else {}),
             },
             check=functools.partial(harness.check, self._group, contenders, graph=self._group.device.type == "cuda"),
-            time=lambda name: (
-                (self._figures(name, samples(), x) if name != DEEPGEMM else {})
-                | (beside.times(name, self._group, **field_values(config, "warmup", "repeats")) if beside else {})
-            ),
+            time=lambda name: (self._figures(name, samples(), x) if name in timed else {}) | _spread(name, gemms()),
             limit=contenders[OURS].limit,
         )
 
-    def _samples(self, contenders: Mapping[str, Contender]) -> dict[str, dict[str, list[float]]]:
+    def _samples(self, contenders: Mapping[str, Contender]) -> Samples:
         """Microseconds of calls of each system, on a GPU of replays of its graph, by "call" and, with rests between
-        them, "rested_call"; the systems in turn, as the power that a call takes slows the next ones."""
-        config, kinds = self._config, {"call": 0.0, "rested_call": self._config.rest_ms}
-        if not config.rest_ms:
-            del kinds["rested_call"]
-        samples: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in kinds} for name in contenders}
-        for kind, rest_ms in kinds.items():
-            for count in _turns(config.repeats):
-                for name, made in contenders.items():
-                    samples[name][kind] += time_calls(
-                        made.graph.replay if made.graph else made.call,
-                        self._group,
-                        warmup=config.warmup,
-                        repeats=count,
-                        on_call=functools.partial(_rest, self._group.device, rest_ms) if rest_ms else None,
-                    )
-        return samples
+        them, "rested_call"."""
+        rests: dict[str, Callable[[], None] | None] = {"call": None}
+        if self._config.rest_ms:
+            rests["rested_call"] = functools.partial(_rest, self._group.device, self._config.rest_ms)
+        calls = {name: made.graph.replay if made.graph else made.call for name, made in contenders.items()}
+        run = field_values(self._config, "warmup", "repeats")
+        return {kind: harness.time_in_turns(self._group, calls, **run, on_call=rest) for kind, rest in rests.items()}
 
-    def _figures(
-        self, name: str, samples: Mapping[str, Mapping[str, list[float]]], x: torch.Tensor
-    ) -> dict[str, float]:
+    def _figures(self, name: str, samples: Samples, x: torch.Tensor) -> dict[str, float]:
         """Microseconds of a call, and the rates of arithmetic and memory."""
-        figures = {key: value for kind, us in samples[name].items() for key, value in spread(kind, us).items()}
+        figures = _spread(name, samples)
         products = x.numel() * self._moe.intermediate * (3 if self._moe.activation.kind.gated else 2)
         figures["tflops"] = 2 * products / figures["call_us"] / 1e6
         weights = self._weights[GROUPED if name == GROUPED else OURS]
@@ -217,10 +205,11 @@ class _ExpertsBench:
         return Contender(call=call_on(batches[0]), sample=sample, expected=expected, limit=limit, rows=place)
 
 
-def _turns(repeats: int) -> Iterator[int]:
-    """The calls of each turn."""
-    for start in range(0, repeats, _TURN):
-        yield min(repeats - start, _TURN)
+def _spread(name: str, samples: Samples) -> dict[str, float]:
+    """The figures of one system."""
+    return {
+        key: us for kind, found in samples.items() if name in found for key, us in spread(kind, found[name]).items()
+    }
 
 
 def _rest(device: torch.device, rest_ms: float) -> None:

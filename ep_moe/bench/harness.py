@@ -22,6 +22,7 @@ from ep_moe.transport.deepep import DeepEPTransport
 Row = dict[str, Any]
 Figures = dict[str, dict[str, float]]  # by system (ours, each baseline) and name
 Point = TypeVar("Point")
+_TURN = 10  # calls of a system before the next one's turn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,6 +169,24 @@ def time_whole(group: EPGroup, call: Callable[[], object], *, name: str, warmup:
     """Figures of the time of a call, on the slowest rank, from a cold L2. Collective, host sync."""
     samples = time_calls(call, group, warmup=warmup, repeats=repeats)
     return spread(name, slowest(group, {name: samples}, whole=name)[name])
+
+
+def time_in_turns(
+    group: EPGroup,
+    calls: Mapping[str, Callable[[], object]],
+    *,
+    warmup: int,
+    repeats: int,
+    on_call: Callable[[], None] | None = None,
+) -> dict[str, list[float]]:
+    """Microseconds of calls of each system on this rank, from a cold L2; the systems in turn, as the power that a call
+    takes slows the next ones. Collective, host sync."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for start in range(0, repeats, _TURN):
+        count = min(repeats - start, _TURN)
+        for name, call in calls.items():
+            samples[name] += time_calls(call, group, warmup=warmup, repeats=count, on_call=on_call)
+    return samples
 
 
 def field_values(source: object, *names: str) -> dict[str, Any]:

@@ -6,7 +6,8 @@ The engine, its compiled parts and its dependencies are on PYTHONPATH. Models ha
 (`serve_models`), prompts are token ids drawn by number. Each turn is a process of its own, ended after --timeout-secs.
 A JSON line is printed for each turn and setting: tokens a second, time to the first token, time per further token, that
 of a step once every request has its first token, a hash of the greedy tokens, and how far they agree with the first
-turn's, which the second turn of the same side puts in proportion. Exit status 1: a turn failed, or the plug-in did not run where it should.
+turn's, which the second turn of the same side puts in proportion. Exit status 1: a turn failed, or the plug-in did not
+run where it should.
 """
 
 import argparse
