@@ -187,7 +187,7 @@ def write_rows(folder: Path) -> list[Record]:
         make_record(bench="experts", shapes=experts, setup=setup, figures=kernels, baselines={"grouped_mm": kernels}),
         make_record(
             bench="experts",
-            shapes=experts | {"rows_per_expert": 64},
+            shapes=experts | {"rows_per_expert": 512},
             setup=setup,
             figures=kernels,
             baselines={"grouped_mm": kernels | {"call_us": 49.25}},
@@ -227,7 +227,7 @@ def test_the_page_and_its_drift(tmp_path: Path) -> None:
     topics = [("Exchange", "measured/topics/b.md"), ("Tiles", "measured/topics/a.md")]
     assert re.findall(r"^- \[(.*)\]\((.*)\)$", text, re.MULTILINE) == topics
     assert "| 4 | tiny | uniform | 128 | 100.0 | 250.0 | 2.50 | 7777777 |" in text
-    assert "| 4 | 64 | 98.5 | 49.25 | 0.50 (slower) | 0123abc |" in text
+    assert "| 4 | 512 | 98.5 | 49.25 | 0.50 (slower) | 0123abc |" in text
     assert "tiny, fp8_block, Abacus 9, 2026-11-22. 1 figure below 1: slower.\n" in text
     assert "Abacus 9, 2026-11-23. Nothing here is slower than its baseline.\n" in text
     assert not re.search("8888888|5555555", text)

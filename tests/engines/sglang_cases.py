@@ -241,6 +241,7 @@ def factor_of_the_router(made: Any) -> None:
 
 def two_batches(made: Any) -> None:
     """SGLang's operations of two batches in turns, each on its slot, give what the batches give alone."""
+    assert made.state._halves == ((False, False), (True, True))  # what is compiled for them when weights are loaded
     block = next(iter(made.blocks.values()))
     batches = [rows_of(made, 5 + made.group.rank, seed).x for seed in (1, 2)]
     plain = [made.call(block, rows) for rows in batches]

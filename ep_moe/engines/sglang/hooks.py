@@ -44,6 +44,7 @@ sglang.srt.layers.moe.utils:
 sglang.srt.batch_overlap.single_batch_overlap:
     SboFlags.enable_combine_down_gemm_two_stream_overlap
     SboFlags.enable_combine_shared_two_stream_overlap
+    SboFlags.enable_dispatch_shared_one_stream_overlap
 sglang.srt.distributed.parallel_state:
     get_moe_ep_group
 sglang.srt.eplb.expert_distribution:

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import torch
+from sglang.srt.batch_overlap.single_batch_overlap import SboFlags
 from sglang.srt.distributed.parallel_state import get_moe_ep_group
 from sglang.srt.layers.moe.utils import get_moe_a2a_backend
 
@@ -16,7 +17,7 @@ from ep_moe.engines.sglang.step import layout_of, standard, without_padding
 from ep_moe.layer import ExpertParallelMoE
 from ep_moe.transport import Dispatched
 
-_HALVES_OF_HOOKS = ((True, False),)  # with a2a "deepep" hooks may run between the halves of a dispatch
+_HALVES_OF_HOOKS = ((True, False),)  # single-batch overlap runs a hook between the halves of a dispatch
 _HALVES_OF_TWO = ((True, True),)  # two batches that alternate
 
 
@@ -32,14 +33,17 @@ class LayerMethod(EngineLayer):
     def __init__(self, plugin: Plugin, layer: Any, kind: LayerKind) -> None:
         runner, ranks = layer.moe_runner_config, layer.moe_ep_size
         self.equal_rows = get_moe_a2a_backend().is_none()  # on all ranks, and the model sums their outputs
-        hooks = () if self.equal_rows else _HALVES_OF_HOOKS
         super().__init__(
             plugin,
             layer.layer_name,
             kind,
             share=RowShare(sharers=ranks if self.equal_rows else 1, rank=layer.moe_ep_rank),
             process_group=get_moe_ep_group().device_group if ranks > 1 else None,
-            halves=((False, False), *hooks, *_HALVES_OF_TWO * (kind.exchange.num_slots > 1)),
+            halves=(
+                (False, False),
+                *_HALVES_OF_HOOKS * SboFlags.enable_dispatch_shared_one_stream_overlap(),
+                *_HALVES_OF_TWO * (kind.exchange.num_slots > 1),
+            ),
         )
         self.weights_on_input = bool(runner.apply_router_weight_on_input)
         self._layer = layer
