@@ -70,6 +70,7 @@ class _ExpertsBench:
 
     def __init__(self, group: EPGroup, engine: EngineConfig, config: ExpertsBenchConfig, beside: Any) -> None:
         self._group, self._engine, self._config, self._beside = group, engine, config, beside
+        self._run = field_values(config, "warmup", "repeats")
         preset, self._scheme = LAYER_PRESETS[config.preset], get_scheme(engine.scheme)
         self._moe, self._bias = preset.moe(engine), preset.bias
         self._random, self._weights = dict[str, RandomExperts](), dict[str, ExpertWeights]()
@@ -107,8 +108,7 @@ class _ExpertsBench:
             contenders[DEEPGEMM] = dataclasses.replace(contenders[OURS], call=beside.theirs, rows=beside.rows)
         timed = {name: made for name, made in contenders.items() if name != DEEPGEMM}
         samples = functools.cache(lambda: self._samples(timed))
-        run = field_values(config, "warmup", "repeats")
-        gemms = functools.cache(lambda: beside.samples(self._group, **run) if beside else {})
+        gemms = functools.cache(lambda: beside.samples(self._group, **self._run) if beside else {})
         return Work(
             what=f"{engine.scheme}, {rows} rows of each expert, {counts}",
             shapes={
@@ -140,8 +140,9 @@ class _ExpertsBench:
         if self._config.rest_ms:
             rests["rested_call"] = functools.partial(_rest, self._group.device, self._config.rest_ms)
         calls = {name: made.graph.replay if made.graph else made.call for name, made in contenders.items()}
-        run = field_values(self._config, "warmup", "repeats")
-        return {kind: harness.time_in_turns(self._group, calls, **run, on_call=rest) for kind, rest in rests.items()}
+        return {
+            kind: harness.time_in_turns(self._group, calls, **self._run, on_call=rest) for kind, rest in rests.items()
+        }
 
     def _figures(self, name: str, samples: Samples, x: torch.Tensor) -> dict[str, float]:
         """Microseconds of a call, and the rates of arithmetic and memory."""

@@ -83,9 +83,9 @@ def _check(function: JITFunction, compiled: Any, orders: Orders) -> Compiled:
     gluon = "ttir" not in compiled.asm
     machine = sass.read(compiled.asm["cubin"]) if "cubin" in compiled.asm else amdgcn.read(compiled.asm["amdgcn"])
     intermediate = ir.read(compiled.asm["ttgir" if gluon else "ttir"])
-    early = not gluon and compiled.asm.get("ptx") and compiled.metadata.launch_pdl  # Gluon's have partitions
+    early = not gluon and "ptx" in compiled.asm and compiled.metadata.launch_pdl  # Gluon's have partitions
     threads = 32 * compiled.metadata.num_warps
-    ordered = orders.check(kernel, compiled.asm.get("ptx", ""), intermediate, threads, bool(early))
+    ordered = orders.check(kernel, compiled.asm.get("ptx", ""), intermediate, threads, early)
     return Compiled(
         kernel=kernel,
         cases=[],

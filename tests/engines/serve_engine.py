@@ -257,6 +257,8 @@ def _ended(process: ForkProcess) -> Iterator[None]:
 
 def _in_child(options: argparse.Namespace, plugin: str, log: Path) -> None:
     """A turn, in a session of its own; its output goes to the log, and variables alone put the plug-in on or off."""
+    import serve_models
+
     os.setsid()
     os.chdir(options.lines.parent)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -273,8 +275,7 @@ def _in_child(options: argparse.Namespace, plugin: str, log: Path) -> None:
     paths = [str(entries), str(HERE), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = ":".join(filter(None, paths))
     sys.path.insert(0, str(entries))
-    at = time.time() + options.timeout_secs - STACKS_BEFORE_SECS
-    os.environ[importlib.import_module("serve_models").STACKS_AT] = str(at)
+    os.environ[serve_models.STACKS_AT] = str(time.time() + options.timeout_secs - STACKS_BEFORE_SECS)
     faulthandler.dump_traceback_later(options.timeout_secs, exit=True)
     asyncio.run(turn(options))
     sys.stdout.flush()
