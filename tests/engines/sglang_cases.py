@@ -17,15 +17,19 @@ import pytest
 import sglang
 import torch
 from engine_cases import Rows, configured, method, noted, random_rows
-from sglang.srt.batch_overlap.operations import _StateDict
+from sglang.srt.batch_overlap import two_batch_overlap
+from sglang.srt.batch_overlap.operations import YieldOperation
+from sglang.srt.batch_overlap.operations_strategy import OperationsStrategy
 from sglang.srt.eplb import expert_distribution, expert_location_updater
 from sglang.srt.layers import dp_attention
 from sglang.srt.layers.moe import utils
 from sglang.srt.layers.moe.fused_moe_triton import layer as layers
+from sglang.srt.layers.moe.token_dispatcher import deepep
 from sglang.srt.layers.moe.token_dispatcher.base import BaseDispatcher
 from sglang.srt.layers.moe.topk import StandardTopKOutput
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.plugins import load_plugins_by_group
 
 from ep_moe.config import Layout
@@ -240,34 +244,73 @@ def factor_of_the_router(made: Any) -> None:
 
 
 def two_batches(made: Any) -> None:
-    """SGLang's operations of two batches in turns, each on its slot, give what the batches give alone."""
+    """SGLang's schedules of two batches in turns, each on its slot, give what the batches give alone."""
     assert made.state._halves == ((False, False), (True, True))  # what is compiled for them when weights are loaded
     block = next(iter(made.blocks.values()))
-    batches = [rows_of(made, 5 + made.group.rank, seed).x for seed in (1, 2)]
-    plain = [made.call(block, rows) for rows in batches]
-    states = []
-    for index, rows in enumerate(batches):
-        state = _StateDict()
-        forward_batch = types.SimpleNamespace(forward_mode=ForwardMode.EXTEND, num_token_non_padded=None)
-        state.update(
-            {"hidden_states_mlp_input": rows.clone(), "forward_batch": forward_batch, "tbo_subbatch_index": index}
-        )
-        states.append(state)
-    first, second = states
-    turns = (
-        (first, ("gate", "select_experts", "dispatch_a")),
-        (second, ("gate", "select_experts", "dispatch_a")),
-        (first, ("dispatch_b", "experts", "combine_a")),
-        (second, ("dispatch_b", "experts")),
-        (first, ("combine_b", "output")),
-        (second, ("combine_a", "combine_b", "output")),
+    given = [rows_of(made, 5 + made.group.rank, seed).x for seed in (1, 2)]
+    plain = [made.call(block, rows) for rows in given]
+    transport, bounds = made.state.of_step().transport, []
+    send = transport.dispatch_send
+
+    def noted(*args: Any, max_num_tokens: int | None, **options: Any) -> None:
+        bounds.append(max_num_tokens)
+        send(*args, max_num_tokens=max_num_tokens, **options)
+
+    for mode in (ForwardMode.EXTEND, ForwardMode.DECODE):
+        with (
+            mock.patch.object(torch.cuda, "get_device_properties", return_value=mock.Mock(multi_processor_count=132)),
+            mock.patch.object(transport, "dispatch_send", noted),
+            mock.patch.object(step, "is_dp_attention_enabled", return_value=True),
+            torch.no_grad(),
+        ):
+            schedule = OperationsStrategy.init_new_tbo(made.model.model.layers[:1], mode)
+            assert schedule.deep_gemm_num_sms == (132 if mode.is_extend() else None)
+            found = _in_turns(block, schedule, given, mode)
+        for output, wanted in zip(found, plain, strict=True):
+            assert torch.allclose(output, wanted, atol=1e-6)
+    assert bounds == [12] * 4, bounds  # of the whole step, in twos as SGLang pads it, not of the largest
+    with (
+        mock.patch.object(utils.get_flags().moe, "deepep_config", '{"normal_dispatch": {}, "normal_combine": {}}'),
+        pytest.raises(ValueError, match="--deepep-config is for DeepEP"),
+    ):
+        deepep.DeepEPConfig()
+
+
+def _in_turns(block: Any, schedule: Any, given: list[torch.Tensor], mode: ForwardMode) -> list[torch.Tensor]:
+    """Run those of a schedule's operations that are a block's, for two batches."""
+
+    def begin(state: Any, **inputs: Any) -> None:
+        state.update(inputs)
+
+    def end(state: Any) -> dict[str, torch.Tensor]:
+        return {"output": state.pop("hidden_states_mlp_output")}
+
+    operations = [
+        operation if isinstance(operation, YieldOperation) or operation.__self__ is block else lambda state: None
+        for operation in schedule.operations
+    ]
+    operations[0] = begin
+    operations[-2 if isinstance(operations[-1], YieldOperation) else -1] = end
+    operations = operations[: operations.index(end) + 1]
+    batch = types.SimpleNamespace(
+        forward_mode=mode,
+        num_token_non_padded=None,
+        moe_num_token_non_padded=lambda: None,
+        global_dp_buffer_len=None,
+        global_num_tokens_cpu=None,
+        tbo_padded_len=None,
+        dp_padding_mode=dp_attention.DpPaddingMode.SUM_LEN,
     )
-    with torch.no_grad():
-        for state, names in turns:
-            for name in names:
-                getattr(block, f"op_{name}")(state)
-    for state, wanted in zip(states, plain, strict=True):
-        assert torch.allclose(state.hidden_states_mlp_output, wanted, atol=1e-6)
+    inputs = [
+        {"hidden_states_mlp_input": rows.clone(), "forward_batch": batch, "tbo_subbatch_index": index}
+        for index, rows in enumerate(given)
+    ]
+    dp_attention.set_dp_buffer_len(None, None, False, [10, 11])  # of the step: rank 1 has a row more
+    with forward_context(ForwardContext(attn_backend=None)):
+        outputs = two_batch_overlap.execute_overlapped_operations(
+            inputs_arr=inputs, operations_arr=[operations] * 2, delta_stages=[0, schedule.tbo_delta_stages]
+        )
+    return [output["output"] for output in outputs]
 
 
 def other_layers(made: Any) -> None:

@@ -25,6 +25,7 @@ sglang.srt.layers.moe.token_dispatcher.base:
     DispatchOutputFormat.DEEPEP_NORMAL
     CombineInputFormat.DEEPEP_NORMAL
 sglang.srt.layers.moe.token_dispatcher.deepep:
+    DeepEPConfig.__init__(self)
     DeepEPPDispatchHooks.register_hook(self, hook_fun)
 sglang.srt.layers.moe.topk:
     TopKOutputChecker.format_is_standard(topk_output)
@@ -36,11 +37,14 @@ sglang.srt.layers.moe.moe_runner.base:
 sglang.srt.layers.moe.moe_runner.runner:
     MoeRunner.__init__(self, runner_backend, config)
 sglang.srt.layers.moe.utils:
+    get_deepep_config
     get_moe_a2a_backend
     get_moe_runner_backend
     initialize_moe_config
     is_tbo_enabled
     MoeRunnerBackend.AUTO
+sglang.srt.batch_overlap.two_batch_overlap:
+    execute_overlapped_operations(inputs_arr, operations_arr, delta_stages)
 sglang.srt.batch_overlap.single_batch_overlap:
     SboFlags.enable_combine_down_gemm_two_stream_overlap
     SboFlags.enable_combine_shared_two_stream_overlap

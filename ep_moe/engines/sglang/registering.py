@@ -30,6 +30,8 @@ def register_hooks(config: PluginConfig) -> None:
         (f"{_MOE}.ep_moe.layer.DeepEPMoE.__init__", _around_deepep_layer),
         (f"{_MOE}.moe_runner.runner.MoeRunner.__init__", layers.around_runner),
         (f"{_MOE}.utils.initialize_moe_config", _around_config),
+        (f"{_MOE}.token_dispatcher.deepep.DeepEPConfig.__init__", _around_deepep_config),
+        ("sglang.srt.batch_overlap.two_batch_overlap.execute_overlapped_operations", _around_two_batches),
     ):
         HookRegistry.register(target, hook, HookType.AROUND)
 
@@ -92,6 +94,27 @@ def _around_deepep_layer(original: Callable[..., None], layer: Any, *args: Any, 
             raise
     if _is_ours(layer):
         layer.deprecate_flag = True
+
+
+def _around_deepep_config(original: Callable[..., None], config: Any, *args: Any, **kwargs: Any) -> None:
+    """Without DeepEP no SMs are its own: of two batches that alternate, prompts ask how many DeepGEMM has to spare."""
+    try:
+        original(config, *args, **kwargs)
+    except NameError as error:  # of a class of DeepEP's
+        from sglang.srt.layers.moe.utils import get_deepep_config
+
+        if get_deepep_config():
+            raise ValueError("--deepep-config is for DeepEP, which is not installed") from error
+        config.normal_dispatch_config = config.normal_combine_config = None
+        config.num_sms = 0
+
+
+def _around_two_batches(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Let the rows of the whole step size the rounds of its two halves, whose rows SGLang does not count."""
+    from ep_moe.engines.sglang.step import halved
+
+    with halved():
+        return original(*args, **kwargs)
 
 
 def _is_ours(layer: Any) -> bool:

@@ -1,5 +1,7 @@
 """A step of SGLang: the most rows of any step, the rows of this one, and its layout."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from ep_moe.transport import Transport
 
 # SGLang's own upper limit of running requests without an option: it is known only once the KV cache has its size
 MOST_REQUESTS = 4096
+
+_halved: list[list[int] | None] = []  # rows of all data-parallel ranks, while halves of a step alternate
 
 
 def most_tokens() -> int:
@@ -42,11 +46,21 @@ def bound(num_rows: int, transport: Transport) -> int | None:
     """The most rows that any rank sends in this step, equal on all ranks; None if unknown. Local, no device sync."""
     if transport.num_ranks == 1:
         return num_rows
-    counts = get_dp_global_num_tokens() if is_dp_attention_enabled() else None
+    counts = (_halved[-1] if _halved else get_dp_global_num_tokens()) if is_dp_attention_enabled() else None
     if not counts:
         return None
     width = get_parallel().attn_tp_size
     return min(-(-max(counts) // width) * width, transport.config.max_tokens_per_rank)
+
+
+@contextlib.contextmanager
+def halved() -> Iterator[None]:
+    """In it `bound` is that of the whole step, whose two halves alternate: neither has more rows. Local."""
+    _halved.append(get_dp_global_num_tokens())
+    try:
+        yield
+    finally:
+        _halved.pop()
 
 
 def layout_of(layouts: tuple[Layout, ...]) -> Layout:
