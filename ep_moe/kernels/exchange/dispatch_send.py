@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from ep_moe.kernels.exchange.count_ids import planned_id, planned_place
+from ep_moe.kernels.exchange.headers import load_ids
 from ep_moe.kernels.exchange.peers import (
     Peer,
     Piece,
@@ -131,11 +132,10 @@ class Sending(NamedTuple):
 @triton.jit
 def _find_ids(tokens, token, first, ids, strides, row: tl.constexpr, COMPARED: tl.constexpr):
     """Which of the COMPARED tokens from `first` on, if they come before `token`, have its ids: [COMPARED, COLUMNS]."""
-    other = first + tl.arange(0, COMPARED).to(tl.int64)
+    theirs = load_ids(tokens, first, token, strides.ids, row.K, COMPARED)
     hit = tl.zeros([COMPARED, row.COLUMNS], tl.int32)
     for k in tl.static_range(row.K):
-        theirs = tl.load(tokens.ids_ptr + other * strides.ids + k, mask=other < token, other=-1).to(tl.int32)
-        hit = hit | (theirs[:, None] == ids[None, :]).to(tl.int32)
+        hit = hit | (theirs[k][:, None] == ids[None, :]).to(tl.int32)
     return hit
 
 

@@ -33,6 +33,20 @@ from ep_moe.kernels.numerics import INT32_MIN, clamp_to_int32
 
 
 @triton.jit
+def load_ids(tokens, first, end, ids_stride, K: tl.constexpr, TOKENS: tl.constexpr):
+    """The ids of TOKENS tokens from `first` on, -1 from token `end` on: int32 [TOKENS] for each of K columns.
+
+    All loads are on their way before any id is compared, for which the compiler would wait.
+    """
+    token, ids, found = first + tl.arange(0, TOKENS).to(tl.int64), tl.tuple([]), tl.tuple([])
+    for k in tl.static_range(K):
+        ids = ids + tl.tuple([tl.load(tokens.ids_ptr + token * ids_stride + k, mask=token < end, other=-1)])
+    for k in tl.static_range(K):
+        found = found + tl.tuple([clamp_to_int32(ids[k])])
+    return found
+
+
+@triton.jit
 def _find_bad_id(tokens, present, num_physical, ids_stride, K: tl.constexpr, TOKENS: tl.constexpr):
     """The largest of the ids that no rank owns, cut to int32."""
     found = tl.zeros([TOKENS], tl.int32) + INT32_MIN
@@ -69,9 +83,10 @@ def announce(
     links, own = exchange.links, exchange.own
     present, num_tokens, num_physical = announcer.present, announcer.num_tokens, announcer.num_physical
     EXPERTS: tl.constexpr = sending.EXPERT_BLOCK
-    token = tl.arange(0, sending.TOKENS)
     totals_ptr = tokens.block_counts_ptr + announcer.num_blocks.to(tl.int64) * (num_physical + 1)
     header = ranks.RANK * header_stride(ranks.L)
+    if not sending.IDS_COUNTED:
+        ids = load_ids(tokens, 0, present, ids_stride, row.K, sending.TOKENS)
     for first in range(announcer.index * EXPERTS, num_physical, announcer.count * EXPERTS):
         expert = first + tl.arange(0, EXPERTS)
         if sending.IDS_COUNTED:
@@ -79,8 +94,7 @@ def announce(
         else:
             hit = tl.zeros([sending.TOKENS, EXPERTS], tl.int32)
             for k in tl.static_range(row.K):
-                theirs = tl.load(tokens.ids_ptr + token * ids_stride + k, mask=token < present, other=-1)
-                hit = hit | (theirs[:, None] == expert[None, :]).to(tl.int32)
+                hit = hit | (ids[k][:, None] == expert[None, :]).to(tl.int32)
             count = tl.sum(hit, 0)
         word = make_word(tl.zeros([EXPERTS], tl.int32) + round_.epoch, count)
         # staged once for all ranks, each of which takes the words of its experts
@@ -99,8 +113,7 @@ def announce(
         else:
             found = tl.zeros([sending.TOKENS], tl.int32)
             for k in tl.static_range(row.K):
-                theirs = tl.load(tokens.ids_ptr + token * ids_stride + k, mask=token < present, other=-1)
-                found += ((theirs < -1) | (theirs >= num_physical)).to(tl.int32)
+                found += ((ids[k] < -1) | (ids[k] >= num_physical)).to(tl.int32)
             bad = tl.sum(found, 0)
         wrong_count = (num_tokens > announcer.max_tokens) | (num_tokens < 0)
         code = tl.where(wrong_count, TOO_MANY, tl.where(bad > 0, BAD_IDS, FINE))
