@@ -160,15 +160,23 @@ def bad_input(made: Any, most: int) -> None:
     )
 
 
-def bound_of_the_step(made: Any) -> None:
-    """With attention over data-parallel ranks the exchange is sized by the rows that SGLang says ranks have."""
-    rows, bounds = rows_of(made, 5), []
-    transport = made.state.of_step().transport
+@contextlib.contextmanager
+def _noted_bounds(transport: Any) -> Iterator[list[int | None]]:
+    """The bounds of the rounds that are sent meanwhile."""
+    bounds: list[int | None] = []
     send = transport.dispatch_send
 
     def noted(*args: Any, max_num_tokens: int | None, **options: Any) -> None:
         bounds.append(max_num_tokens)
         send(*args, max_num_tokens=max_num_tokens, **options)
+
+    with mock.patch.object(transport, "dispatch_send", noted):
+        yield bounds
+
+
+def bound_of_the_step(made: Any) -> None:
+    """With attention over data-parallel ranks the exchange is sized by the rows that SGLang says ranks have."""
+    rows = rows_of(made, 5)
 
     @contextlib.contextmanager
     def counted(*counts: int) -> Iterator[None]:
@@ -179,7 +187,7 @@ def bound_of_the_step(made: Any) -> None:
             yield
 
     before = call(made, rows)
-    with mock.patch.object(transport, "dispatch_send", noted):
+    with _noted_bounds(made.state.of_step().transport) as bounds:
         assert torch.equal(call(made, rows), before)
         with counted(3, 6):
             assert torch.equal(call(made, rows), before)
@@ -249,26 +257,19 @@ def two_batches(made: Any) -> None:
     block = next(iter(made.blocks.values()))
     given = [rows_of(made, 5 + made.group.rank, seed).x for seed in (1, 2)]
     plain = [made.call(block, rows) for rows in given]
-    transport, bounds = made.state.of_step().transport, []
-    send = transport.dispatch_send
-
-    def noted(*args: Any, max_num_tokens: int | None, **options: Any) -> None:
-        bounds.append(max_num_tokens)
-        send(*args, max_num_tokens=max_num_tokens, **options)
-
     for mode in (ForwardMode.EXTEND, ForwardMode.DECODE):
         with (
             mock.patch.object(torch.cuda, "get_device_properties", return_value=mock.Mock(multi_processor_count=132)),
-            mock.patch.object(transport, "dispatch_send", noted),
+            _noted_bounds(made.state.of_step().transport) as bounds,
             mock.patch.object(step, "is_dp_attention_enabled", return_value=True),
             torch.no_grad(),
         ):
             schedule = OperationsStrategy.init_new_tbo(made.model.model.layers[:1], mode)
             assert schedule.deep_gemm_num_sms == (132 if mode.is_extend() else None)
             found = _in_turns(block, schedule, given, mode)
+        assert bounds == [12] * 2, bounds  # of the whole step, in twos as SGLang pads it, not of the largest
         for output, wanted in zip(found, plain, strict=True):
             assert torch.allclose(output, wanted, atol=1e-6)
-    assert bounds == [12] * 4, bounds  # of the whole step, in twos as SGLang pads it, not of the largest
     with (
         mock.patch.object(utils.get_flags().moe, "deepep_config", '{"normal_dispatch": {}, "normal_combine": {}}'),
         pytest.raises(ValueError, match="--deepep-config is for DeepEP"),

@@ -105,7 +105,6 @@ def _around_deepep_config(original: Callable[..., None], config: Any, *args: Any
 
         if get_deepep_config():
             raise ValueError("--deepep-config is for DeepEP, which is not installed") from error
-        config.normal_dispatch_config = config.normal_combine_config = None
         config.num_sms = 0
 
 
