@@ -79,7 +79,8 @@ class ExpertBatch:
         """The addresses of `addressed`, without making tensors that were left out. Local."""
         template, memory = self.template, self.memory
         if template is not None and memory is not None:
-            return [*map(memory.data_ptr().__add__, template.offsets), *template.shared]
+            given = (getattr(self, name).data_ptr() for name in template.given)
+            return [*map(memory.data_ptr().__add__, template.offsets), *template.shared, *given]
         return [getattr(self, name).data_ptr() for name in self.addressed]
 
     @property
@@ -152,32 +153,37 @@ class BatchTemplate:
         fields: their common fields.
         workspace: the memory of the others, by the names of fields; other names are ignored. The last two
             dimensions of a scale are swapped in it.
+        given: fields whose tensors each batch is given.
 
     Attributes:
         left_out: the fields that become tensors when they are read.
         addressed: see `ExpertBatch.addressed`: first those in a batch's memory, at `offsets`, then those of all
-            batches, at the addresses `shared`.
+            batches, at the addresses `shared`, then those `given`.
     """
 
     def __init__(
-        self, kind: type[ExpertBatch], signature: object, fields: Mapping[str, Any], workspace: Workspace
+        self,
+        kind: type[ExpertBatch],
+        signature: object,
+        fields: Mapping[str, Any],
+        workspace: Workspace,
+        given: tuple[str, ...] = (),
     ) -> None:
-        self._kind, self.signature, self._workspace = kind, signature, workspace
+        self._kind, self.signature, self._workspace, self.given = kind, signature, workspace, given
         self._fields = {**fields, "template": self}
-        names = {field.name for field in dataclasses.fields(kind)} - set(fields)
+        names = {field.name for field in dataclasses.fields(kind)} - {*fields, *given}
         self.left_out = frozenset(names)
-        shared = [name for name in ADDRESSED if name not in names and fields.get(name) is not None]
-        self.addressed = (*(name for name in ADDRESSED if name in names), *shared)
+        shared = [name for name in ADDRESSED if fields.get(name) is not None]
+        self.addressed = (*(name for name in ADDRESSED if name in names), *shared, *given)
         self.offsets = [workspace.offset_of(name) for name in ADDRESSED if name in names]
         self.shared = [fields[name].data_ptr() for name in shared]
         self.allocate = workspace.allocate
 
-    def batch(self, memory: torch.Tensor) -> ExpertBatch:
-        """A batch in memory that `allocate` returned. Local."""
+    def batch(self, memory: torch.Tensor, **given: torch.Tensor) -> ExpertBatch:
+        """A batch in memory that `allocate` returned, with the tensors `given`. Local."""
         batch = object.__new__(self._kind)
         fields = batch.__dict__
-        fields.update(self._fields)
-        fields["memory"] = memory
+        fields.update(self._fields, memory=memory, **given)
         return batch
 
     def view(self, memory: torch.Tensor, name: str) -> torch.Tensor:
@@ -190,7 +196,7 @@ class BatchTemplate:
 class PackingSizes:
     """How tokens are packed; the first six as of `ep_moe.layout.pack_routed`."""
 
-    layout: Layout  # BATCHED or COMPACT
+    layout: Layout
     scheme: QuantScheme
     dtype: torch.dtype
     first: int
@@ -205,9 +211,11 @@ def packable(
     x: torch.Tensor | Quantized, topk_ids: torch.Tensor, topk_weights: torch.Tensor, sizes: PackingSizes
 ) -> bool:
     """Whether `RoutedPacking` packs such tokens: there are some, columns of all rows are next to each other, and rows
-    are whole words of 32 bits, before and after quantization."""
+    are whole words of 32 bits, before and after quantization. FLAT ones are not quantized by the caller."""
     values = x.values if isinstance(x, Quantized) else x
-    if sizes.layout is Layout.FLAT or not values.numel() or not sizes.num_local_experts or values.dim() != 2:
+    if not values.numel() or not sizes.num_local_experts or values.dim() != 2:
+        return False
+    if sizes.layout is Layout.FLAT and values is not x:
         return False
     row_bytes, stride_bytes = (count * values.element_size() for count in (values.shape[1], values.stride(0)))
     dense = values.stride(1) == topk_ids.stride(1) == topk_weights.stride(1) == 1

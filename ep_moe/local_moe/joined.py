@@ -15,7 +15,6 @@ from ep_moe.local_moe.routed import PLACED, QUANTIZED, RoutedPacking
 from ep_moe.local_moe.start import NAMES, NAMES_ALONE, start_launch
 from ep_moe.weights import ExpertWeights
 
-_OF_BATCH = {"x": "x", "x_scale": "scale", "row_start": "expert_row_start", "num_tokens": "expert_num_tokens"}
 _FOUND = ("tokens", "ids", "weights")  # names of packing's inputs that launches before it may make
 
 
@@ -91,7 +90,7 @@ def join(
         packed, computed = packed.behind(1 + (packing.quantizing is not None)), computed.behind(1)
     prefix, given = str(len(parts)), packed.given
     parts.append((packed, of_routing))
-    of_batch = {name: f"{prefix}:{piece}" for name, piece in _OF_BATCH.items()}
+    of_batch = {name: of_routing.get(piece, f"{prefix}:{piece}") for name, piece in packing.names.items()}
     parts.append((computed, {**of_batch, "y": "y"}))
     inputs = [f"{prefix}:{name}" for name in given if name not in of_routing]
     if routing is not None:

@@ -3,6 +3,7 @@
 Letters: N tokens, K top-k, H hidden, V stored values of a row, G scale groups, L local experts.
 """
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -35,12 +36,15 @@ QUANTIZED = ("tokens", "number", "values", "values_scale:bytes")  # names of the
 class RoutedPacking:
     """Packs the tokens of this rank for inputs of one kind: their shapes, strides and dtypes are those of a first one.
 
+    In layout FLAT rows are not copied, only listed; the batches are COMPACT ones with a `row_index`, summed here.
+
     Args:
         x: [N, H], or `Quantized`. topk_ids, topk_weights: [N, K]. Nothing is kept of them but their kind.
 
     Attributes:
         template: of the batches, whose memory also has what the sum of their results needs.
         sequence: the launches, over `inputs`: of `quantizing`, if tokens are quantized, of `placing`, and others.
+        names: of the sequence's tensors that a batch consists of, by their names in `PreparedCall`.
         placing: the launch that merges repeats and counts; None if that takes several.
         quantizing: the launch that quantizes tokens, None if there is none.
         new_result: allocates what `weighted_sum` returns.
@@ -79,7 +83,19 @@ class RoutedPacking:
         experts, capacity = sizes.num_local_experts, sizes.capacity
         frame = make_frame(rows, sizes.layout, num_local_experts=experts, capacity=capacity)
         self._place(frame, topk_ids, topk_weights)
-        self._copy(frame, rows, source)
+        self.names = {"row_start": "expert_row_start", "num_tokens": "expert_num_tokens"}
+        fields = {"scheme": sizes.scheme, "dtype": sizes.dtype, "expected_rows": sizes.expected_rows}
+        self._where_they_are: dict[str, str] = {}  # fields of a batch whose tensors are not copied
+        if sizes.layout is Layout.FLAT:
+            self._list(frame, rows)
+            self.names |= {"x": source, "x_scale": f"{source}_scale", "row_index": "row_index"}
+            self._where_they_are = {"x": source} if scale is None else {"x": source, "scale": f"{source}_scale"}
+        else:
+            self._copy(frame, rows, source)
+            self.names |= {"x": "x", "x_scale": "scale"}
+            fields["row_index"] = None
+        if scale is None:
+            fields["scale"] = None
         aliases = {f"{name}:words": (name, torch.int32) for name in (source, "x")}
         if scale is not None:  # Triton has no e8m0
             kept = torch.uint8 if scale.dtype.itemsize == 1 else scale.dtype
@@ -87,10 +103,8 @@ class RoutedPacking:
         scaled, number = ["tokens_scale"] * isinstance(x, Quantized), ["number"] * self._number
         names = "tokens", *scaled, "ids", "weights", *number
         self.sequence = LaunchSequence(self._launches, names, self._pieces, self.device, aliases=aliases)
-        fields = {"scheme": sizes.scheme, "dtype": sizes.dtype, "expected_rows": sizes.expected_rows, "row_index": None}
-        fields |= {} if "scale" in self._pieces else {"scale": None}
         kind = Batched if sizes.layout is Layout.BATCHED else Compact
-        self.template = BatchTemplate(kind, object(), fields, self.sequence.workspace)
+        self.template = BatchTemplate(kind, object(), fields, self.sequence.workspace, tuple(self._where_they_are))
         self.new_result = allocator((self._summed[0], self._hidden), (self._hidden, 1), sizes.dtype, self.device)
         self._sums: dict[object, Kernel] = {}
 
@@ -129,6 +143,15 @@ class RoutedPacking:
         copied = f"{source}:words", f"{source}_scale:bytes"
         self._launches.append((launch, (places, *copied, "token_to_row", None, "x:words", "scale:bytes")))
 
+    def _list(self, frame: Frame, rows: TokenRows) -> None:
+        """Add the launch that finds the rows of each expert."""
+        assert frame.row_index is not None
+        self._pieces["row_index"] = frame.row_index.shape, torch.int32
+        shape = CopyShape.of(dataclasses.replace(rows, scale=None), frame, copied=False)
+        places = Places("local_ids", "before", "expert_row_start")
+        names = places, None, None, "token_to_row", "row_index", None, None
+        self._launches.append((copy_launch(shape, None, self.device), names))
+
     def inputs(
         self,
         x: torch.Tensor | Quantized,
@@ -154,7 +177,11 @@ class RoutedPacking:
             if any(address % 16 for address in addresses):
                 return None
             memory = self.sequence.run(dict(zip(self.sequence.given, tensors, strict=True)))
-        return self.template.batch(memory)
+        there = {}
+        for field, name in self._where_they_are.items():
+            tensor = tensors[0] if name == "tokens" else self.sequence.workspace.view(memory, name)
+            there[field] = tensor.t() if field == "scale" else tensor
+        return self.template.batch(memory, **there)
 
     def view(self, batch: ExpertBatch, name: str) -> torch.Tensor:
         """`token_to_row` or `topk_weights` of a batch, [N, K]. Local."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.sampling import thinned
 
-from ep_moe.config import ActivationConfig
+from ep_moe.config import ActivationConfig, Layout
 from ep_moe.experts import create_experts
 from ep_moe.functional import plans
 from ep_moe.functional.flashinfer import trtllm, trtllm_fp4_block_scale_moe
@@ -87,6 +87,31 @@ def test_local_moe(
     del weights, call
     gc.collect()
     assert kept() is None
+
+
+@pytest.mark.parametrize(("scheme", "tokens", "launches"), [("none", 6, 5), ("fp8_block", 35, 9), ("nvfp4", 7, 7)])
+def test_rows_that_are_not_copied(
+    scheme: str, tokens: int, launches: int, repeats: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layout FLAT, one sequence, too: the bits of COMPACT. Of 35 tokens the rows are placed by several launches."""
+    if tokens == 35:
+        monkeypatch.setattr(layout_kernels, "_BLOCK_IDS", 16)
+    weights = ExpertWeights(
+        w13=stored(scheme, EXPERTS, 2 * INNER, HIDDEN),
+        w2=stored(scheme, EXPERTS, HIDDEN, INNER),
+        scheme=get_scheme(scheme),
+    )
+    experts = create_experts("triton", ActivationConfig(kind="silu"), DEVICE)
+    rows = {seed: routed(seed, tokens) for seed in "ab"}
+    compact = {seed: local_moe(*rows[seed], weights, experts) for seed in "ab"}
+    local_moe(*rows["a"], weights, experts, layout=Layout.FLAT)
+    del repeats[:]
+    for seed in "abb":
+        out = torch.full((tokens, HIDDEN), math.nan, dtype=torch.bfloat16)
+        assert torch.equal(local_moe(*rows[seed], weights, experts, layout=Layout.FLAT), compact[seed])
+        local_moe(*rows[seed], weights, experts, layout=Layout.FLAT, out=out)
+        assert torch.equal(out, compact[seed])
+    assert repeats[-4:] == [launches] * 4
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from helpers.sampling import thinned
 
 from ep_moe.config import Layout
 from ep_moe.layout import Packed, TokenRows, reference, triton
-from ep_moe.layout.base import PackingSizes
+from ep_moe.layout.base import ADDRESSED, PackingSizes
 from ep_moe.local_moe.routed import RoutedPacking
 from ep_moe.quant import Quantized, QuantScheme, TensorFormat, as_bytes, get_scheme, quantize
 from ep_moe.testing import assert_same_bits, poisoned_memory
@@ -245,8 +245,8 @@ def test_weighted_sum_writes_to_any_memory() -> None:
 
 
 def _rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Some rows of a batch's x or scale."""
-    return as_bytes(rows).flatten(0, -2)[index]
+    """Some rows of a batch's x, scale or row_index."""
+    return (rows if rows.dim() == 1 else as_bytes(rows).flatten(0, -2))[index]
 
 
 ROUTED = [  # tokens, top-k, experts, scheme, layout, what quantizes
@@ -261,6 +261,9 @@ ROUTED = [  # tokens, top-k, experts, scheme, layout, what quantizes
     pytest.param(7, 4, 9, "mxfp8", Layout.COMPACT, "packing", id="mxfp8"),
     pytest.param(20, 4, 9, "nvfp4", Layout.BATCHED, "packing", id="nvfp4"),
     pytest.param(20, 4, 9, "mxfp4_w4a8", Layout.COMPACT, "caller", id="by_the_caller"),
+    pytest.param(12, 3, 5, "none", Layout.FLAT, "", id="flat"),
+    pytest.param(6, 33, 40, "fp8_block", Layout.FLAT, "packing", id="flat_fp8_block"),
+    pytest.param(13, 4, 9, "mxfp8", Layout.FLAT, "packing", id="flat_mxfp8"),
 ]
 
 
@@ -313,14 +316,19 @@ def test_routed_tokens(tokens: int, topk: int, experts: int, name: str, layout: 
     assert_same_bits(packing.view(batch, "token_to_row"), expected.token_to_row, "token_to_row")
     assert_same_bits(packing.view(batch, "topk_weights"), merged[1], "weights")
     written = expected.token_to_row[expected.token_to_row >= 0].long()
-    for field in ("x", "scale", "expert_row_start", "expert_num_tokens"):
+    by_row = ("row_index",) if layout is Layout.FLAT else ("x", "scale")  # of which other rows are undefined
+    for field in ("x", "scale", "expert_row_start", "expert_num_tokens", "row_index"):
         wanted, actual = getattr(expected.batch, field), getattr(batch, field)
         assert (wanted is None) == (actual is None)
         if wanted is not None:
-            assert (actual.shape, actual.stride(), actual.dtype) == (wanted.shape, wanted.stride(), wanted.dtype)
-            rows = field in ("x", "scale")  # of which others are undefined
+            assert (actual.shape, actual.dtype) == (wanted.shape, wanted.dtype)
+            assert actual.stride() == wanted.stride() or (field, layout, quantizer) == ("x", Layout.FLAT, "")
+            rows = field in by_row
             assert_same_bits(*(_rows(each.cpu(), written) if rows else each for each in (actual, wanted)), field)
-    y = torch.randn(expected.batch.x.shape[:-1].numel(), hidden, generator=random).bfloat16()
+    assert batch.addresses == [getattr(batch, field).data_ptr() for field in batch.addressed]
+    assert {*batch.addressed} == {field for field in ADDRESSED if getattr(batch, field, None) is not None}
+    num_rows = batch.x.shape[:-1].numel() if batch.row_index is None else batch.row_index.numel()
+    y = torch.randn(num_rows, hidden, generator=random).bfloat16()
     summed = reference.weighted_sum(y, expected.token_to_row, merged[1])
     out = torch.full((hidden, tokens), float("nan")).to(DEVICE).t()
     for _ in range(2):
