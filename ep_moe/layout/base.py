@@ -79,8 +79,8 @@ class ExpertBatch:
         """The addresses of `addressed`, without making tensors that were left out. Local."""
         template, memory = self.template, self.memory
         if template is not None and memory is not None:
-            given = (getattr(self, name).data_ptr() for name in template.given)
-            return [*map(memory.data_ptr().__add__, template.offsets), *template.shared, *given]
+            found = [*map(memory.data_ptr().__add__, template.offsets), *template.shared]
+            return found + [getattr(self, name).data_ptr() for name in template.given] if template.given else found
         return [getattr(self, name).data_ptr() for name in self.addressed]
 
     @property
