@@ -29,7 +29,11 @@ def first_sigterm(call: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM raises SystemExit in the main thread, so that ranks are ended first; no effect in other threads."""
+    """SIGTERM raises SystemExit in the main thread, so that ranks are ended first; no effect in other threads.
+
+    SIGINT raises KeyboardInterrupt once: some programs send it twice at once, as `timeout` does, and the second one
+    would end this process before its ranks.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -40,11 +44,18 @@ def terminable() -> Iterator[None]:
             return
         raise SystemExit(128 + signum)
 
-    before = signal.signal(signal.SIGTERM, leave)
+    def interrupt(signum: int, frame: Any) -> None:
+        signal.signal(signum, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, leave)}
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from helpers.processes import environ, is_running, wait_until_gone
 from ep_moe.config import GroupConfig
 from ep_moe.group import EPGroup
 from ep_moe.launch import RankFailedError, launch, local, run_rank
+from ep_moe.launch.signals import terminable
 
 CONFIG = GroupConfig(timeout_secs=4.0, heartbeat_secs=0.2)
 
@@ -298,6 +299,22 @@ try:
 finally:
     print("left in good order", flush=True)
 """
+
+
+def test_a_second_ctrl_c_at_once_leaves_time_to_end_the_ranks() -> None:
+    ended = []
+
+    def interrupted_twice() -> None:
+        with terminable():
+            try:
+                signal.raise_signal(signal.SIGINT)
+            finally:
+                signal.raise_signal(signal.SIGINT)
+                ended.append(True)
+
+    pytest.raises(KeyboardInterrupt, interrupted_twice)
+    assert ended
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize(
