@@ -33,6 +33,11 @@ def stored(scheme: str, *shape: int) -> StoredMatrix:
     return StoredMatrix(values.bfloat16()) if scheme == "none" else quantize_weight(values, get_scheme(scheme))
 
 
+def weights_in(scheme: str) -> ExpertWeights:
+    w13, w2 = stored(scheme, EXPERTS, 2 * INNER, HIDDEN), stored(scheme, EXPERTS, HIDDEN, INNER)
+    return ExpertWeights(w13=w13, w2=w2, scheme=get_scheme(scheme))
+
+
 def twice(rows: torch.Tensor) -> torch.Tensor:
     return torch.cat([rows, rows])
 
@@ -61,11 +66,7 @@ def test_local_moe(
 ) -> None:
     if tokens in (11, 35):  # of no other test: launches are kept by the number of tokens
         monkeypatch.setattr(layout_kernels, "_BLOCK_IDS", 16)
-    weights = ExpertWeights(
-        w13=stored(scheme, EXPERTS, 2 * INNER, HIDDEN),
-        w2=stored(scheme, EXPERTS, HIDDEN, INNER),
-        scheme=get_scheme(scheme),
-    )
+    weights = weights_in(scheme)
     experts = create_experts("triton", ActivationConfig(kind="silu"), DEVICE)
 
     def call(seed: str, weights: ExpertWeights = weights) -> torch.Tensor:
@@ -94,12 +95,9 @@ def test_rows_that_are_not_copied(
     scheme: str, tokens: int, launches: int, repeats: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layout FLAT, one sequence, too: the bits of COMPACT. Of 35 tokens the rows are placed by several launches."""
-    monkeypatch.setattr(layout_kernels, "_BLOCK_IDS", 16)
-    weights = ExpertWeights(
-        w13=stored(scheme, EXPERTS, 2 * INNER, HIDDEN),
-        w2=stored(scheme, EXPERTS, HIDDEN, INNER),
-        scheme=get_scheme(scheme),
-    )
+    if tokens == 35:  # as above
+        monkeypatch.setattr(layout_kernels, "_BLOCK_IDS", 16)
+    weights = weights_in(scheme)
     experts = create_experts("triton", ActivationConfig(kind="silu"), DEVICE)
     expected = local_moe(*routed("b", tokens), weights, experts)
     out = torch.full((tokens, HIDDEN), math.nan, dtype=torch.bfloat16)
@@ -117,11 +115,7 @@ def test_rows_that_are_not_copied(
 )
 def test_defaults_of_torch_do_not_matter(scheme: str) -> None:
     """Calls whose parts are made while an engine has set a default device and dtype: the bits of others."""
-    weights = ExpertWeights(
-        w13=stored(scheme, EXPERTS, 2 * INNER, HIDDEN),
-        w2=stored(scheme, EXPERTS, HIDDEN, INNER),
-        scheme=get_scheme(scheme),
-    )
+    weights = weights_in(scheme)
     x, routing = routed("defaults", 9)
     more = Routing(topk_ids=twice(routing.topk_ids), topk_weights=twice(routing.topk_weights))
     experts = create_experts("triton", ActivationConfig(kind="silu"), DEVICE)

@@ -270,20 +270,22 @@ test_launchers.launch_on_ray(test_launchers.sum_for_ever, True, nodes=nodes, con
 """
 
 
-def test_sigterm_ends_a_cluster_of_our_own() -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)])
+def test_signals_end_a_cluster_of_our_own(number: int, code: int) -> None:
+    """SIGTERM to the driver, and Ctrl-C, which reaches all processes of its group."""
     mark = f"{os.getpid()}.{time.time_ns()}"
     env = environ() | {MARK: mark, "RAY_USAGE_STATS_ENABLED": "0"}
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", DRIVER], env=env, **pipes) as driver:
+    with subprocess.Popen([sys.executable, "-c", DRIVER], env=env, start_new_session=True, **pipes) as driver:
         seen = ""
         while "all have met" not in seen:
             assert driver.stderr is not None
             line = driver.stderr.readline()
             seen += line
             assert line, seen
-        driver.terminate()
+        driver.terminate() if number == signal.SIGTERM else os.killpg(driver.pid, number)
         driver.communicate(timeout=60)
-    assert driver.returncode == 128 + signal.SIGTERM
+    assert driver.returncode == code
     assert wait_until_gone(processes_with(f"{MARK}={mark}"), 10.0) == []
 
 
