@@ -127,6 +127,7 @@ def _prepare(
         },
         options=options,
         device=shape.device,
+        early=not shape.decodes,
     )
 
 
@@ -252,6 +253,7 @@ class TritonGemms:
             },
             options={"num_warps": 4},
             device=shape.device,
+            early=True,
         )
 
     def first(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:

@@ -42,6 +42,8 @@ class Kernel:
         fixed, settings: arguments that are the same in all launches; the compiler may specialize them.
         constants: of the kernel, by name: plain values, or NamedTuples of them (`as_constants`).
         prepare: called with the compiled kernel each time that it has been loaded, before its first launch.
+        early: the kernel begins with `start_early`, or waits in its own way: GPUs that can launch it before the kernel
+            before it has ended (programmatic dependent launch).
         device: of the tensors. On a CPU (the interpreter, or compilation alone) every launch goes through Triton.
 
     Attributes:
@@ -62,6 +64,7 @@ class Kernel:
         fixed: tuple[Any, ...] = (),
         settings: tuple[int | float, ...] = (),
         prepare: Callable[[Any], None] | None = None,
+        early: bool = False,
     ) -> None:
         self._kernel, self._fixed, self._settings = kernel, fixed, settings
         along = (grid,) if isinstance(grid, int) else grid
@@ -69,6 +72,8 @@ class Kernel:
         self._constants = constants_of(kernel, constants)
         # Triton 3.10 changes the default of fusion, and with it the bits of results
         self._options = {"enable_fp_fusion": True, **Device.of(device).compiler_options, **(options or {})}
+        if early and Device.of(device).early_launch and isinstance(kernel, JITFunction):  # not the interpreter's
+            self._options["launch_pdl"] = True
         self._device, self._prepare = device, prepare
         self.run: Run | None = None
         self.driver: DriverKernel | None = None

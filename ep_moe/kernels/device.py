@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.target_info import is_hip
+from triton.language.target_info import cuda_capability_geq, is_hip
 
 from ep_moe.kernels.numerics import INTERPRET
 
@@ -55,7 +55,7 @@ class Device:
 
     @property
     def early_launch(self) -> bool:
-        """Whether kernels may start before the kernel before them has ended, and wait for it by `wait_for_launch`."""
+        """Whether kernels may start before the kernel before them has ended, and wait for it by `start_early`."""
         return not self.hip and self.capability >= EARLY_LAUNCH_CAPABILITY
 
     @property
@@ -147,13 +147,19 @@ def fence():
         )
 
 
+@triton.constexpr_function
+def _launches_early():
+    """`Device.early_launch` of the GPU that a kernel is compiled for."""
+    return not INTERPRET.value and cuda_capability_geq(*EARLY_LAUNCH_CAPABILITY)
+
+
 @triton.jit
-def wait_for_launch(PDL: tl.constexpr):
-    """Wait until the kernel before this one has ended, if this one may start early (programmatic dependent launch).
+def start_early():
+    """The first statement of a kernel of `Kernel(early=True)`: wait until the kernel before this one has ended.
 
     Rule: nothing is read and nothing published before this.
     """
-    if PDL:
+    if _launches_early():
         tl.inline_asm_elementwise(
             "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
         )

@@ -221,7 +221,7 @@ def place_launches(
     shape = PlaceShape.of(ids_shape, own, strides, frame)
     if shape is not None:
         settings, constants = shape.settings, shape.constants
-        one = Kernel(_merge_and_place_kernel, 1, settings=settings, constants=constants, options={}, device=device)
+        one = Kernel(_merge_and_place_kernel, 1, settings=settings, constants=constants, device=device, early=True)
         return shape, [(one, (names,))]
     merge = _merge_launch(tuple(ids_shape), own, strides, ids_dtype, device)
     count, add = _count_launches(tuple(ids_shape), frame.num_local_experts, _placement(frame), _SUMMED_COUNTS, device)
@@ -379,6 +379,7 @@ def copy_launch(shape: CopyShape, scale_dtype: torch.dtype | None, device: torch
         },
         options={"num_warps": num_warps},
         device=device,
+        early=True,
     )
 
 
@@ -408,6 +409,7 @@ def prepare_weighted_sum(
         constants={"H": hidden, "K": num_topk, "BLOCK": block},
         options={"num_warps": block // (32 * _SUMMED_BY_THREAD), "enable_fp_fusion": False},
         device=device,
+        early=True,
     )
 
 

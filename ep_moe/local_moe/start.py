@@ -45,4 +45,5 @@ def start_launch(
         constants={"IDS": placed.pop("IDS"), "LISTS": Lists(**placed, BLOCK_M=block_m), **constants},
         options={"num_warps": num_warps},
         device=device,
+        early=True,
     )

@@ -104,6 +104,7 @@ def quantize_launch(shape: QuantizeShape, device: torch.device) -> Kernel:
         constants=kernel.constants,
         options={"num_warps": kernel.num_warps},
         device=device,
+        early=True,
     )
 
 

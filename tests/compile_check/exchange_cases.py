@@ -11,7 +11,6 @@ import torch
 
 from compile_check.case import Case, Rule
 from ep_moe.config import Layout, TransportConfig
-from ep_moe.kernels.device import Device
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, get_scheme
 from ep_moe.routing import Routing
@@ -75,7 +74,6 @@ def make_launchers(config: TransportConfig, placement: Placement, device_code: s
         states=SlotStates(config, CPU, ranks),
         tuning=tuning,
         timeout_ns=10**10,
-        early=Device.of(CPU).early_launch,
         waiting=lambda *_: contextlib.nullcontext(),
     )
     plans = RoundPlans(config, placement, ranks, tuning, CPU)

@@ -193,7 +193,7 @@ MUTANTS = (
     Mutant(
         name="no wait for the launch before",
         module="combine",
-        old="    wait_for_launch(halves.PDL)\n",
+        old="    start_early()\n",
         new="",
         found="early launch: an access before the kernel before this one has ended",
         kernel="combine",

@@ -19,7 +19,7 @@ Letters: T tokens on this rank, K top-k, H hidden, R ranks, M max_tokens_per_ran
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.device import spread, wait_for_launch
+from ep_moe.kernels.device import spread, start_early
 from ep_moe.kernels.exchange.combine_receive import ResultStrides, Summing, sum_rows
 from ep_moe.kernels.exchange.combine_send import return_rows
 from ep_moe.kernels.exchange.peers import Exchange, Peer, Piece, order_rows, put_word, region, stage
@@ -69,7 +69,7 @@ def _combine_kernel(
     halves: tl.constexpr,  # `round_state.Halves`
 ):
     """One round's combine, or one half of it. The first programs send, the last receive, one may do both."""
-    wait_for_launch(halves.PDL)
+    start_early()
     exchange = Exchange(links, own)
     R: tl.constexpr = ranks.R
     RANKS: tl.constexpr = ranks.RANKS

@@ -8,7 +8,7 @@ Letters: T tokens on this rank, K top-k, P physical experts, B blocks of tokens.
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.device import wait_for_launch
+from ep_moe.kernels.device import start_early
 from ep_moe.kernels.numerics import clamp_to_int32
 
 PLANNED_BITS = tl.constexpr(8)  # of a planned id: a row's place among those of its expert in its block; the id above
@@ -43,13 +43,12 @@ def _count_block_kernel(
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,  # that one program counts
     HAS_NUM_TOKENS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Count the rows of EXPERTS experts in one block of TOKENS tokens; a token goes to an expert once.
 
     Also place them. Weights are added in column order, as in `ep_moe.layout.reference.merge_repeats`.
     """
-    wait_for_launch(PDL)
+    start_early()
     block, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     num_tokens = max_tokens
     if HAS_NUM_TOKENS:
@@ -96,10 +95,9 @@ def _sum_blocks_kernel(
     num_physical,
     BLOCKS: tl.constexpr,  # that are summed at a time
     EXPERTS: tl.constexpr,  # of one program
-    PDL: tl.constexpr,
 ):
     """Turn counts of blocks into counts of the blocks before. Example: 2, 0, 3 become 0, 2, 2 and 5."""
-    wait_for_launch(PDL)
+    start_early()
     expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     inside = expert <= num_physical
     width = (num_physical + 1).to(tl.int64)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.device import wait_for_launch
+from ep_moe.kernels.device import start_early
 from ep_moe.kernels.exchange.dispatch_receive import Receiver, receive
 from ep_moe.kernels.exchange.dispatch_send import Sender, send_ll, send_rows
 from ep_moe.kernels.exchange.headers import Announcer, announce
@@ -87,7 +87,7 @@ def _dispatch_kernel(
     halves: tl.constexpr,  # `round_state.Halves`
 ):
     """One round's dispatch, or one half of it."""
-    wait_for_launch(halves.PDL)
+    start_early()
     exchange = Exchange(links, own)
     pid = tl.program_id(0)
     epoch = next_epoch(tl.load(own.state_ptr + DONE))

@@ -58,7 +58,6 @@ class Halves(NamedTuple):
 
     SEND: tl.constexpr
     RECEIVE: tl.constexpr
-    PDL: tl.constexpr  # it may start before the preceding launch has ended
 
 
 class Round(NamedTuple):

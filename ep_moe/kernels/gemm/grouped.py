@@ -12,6 +12,7 @@ SWAP makes the weights the left operand: a tensor core's product has at least 64
 import triton
 import triton.language as tl
 
+from ep_moe.kernels.device import start_early
 from ep_moe.kernels.gemm.activation import activate
 from ep_moe.kernels.gemm.arguments import TileColumns, TileRows, WeightRows
 from ep_moe.kernels.gemm.decoded import accumulate_decoded
@@ -205,6 +206,7 @@ def _first_gemm_kernel(
     EPILOGUE,
 ):
     """inner = requantize(activation(w13 @ x + bias)), tile by tile."""
+    start_early()
     N = sizes.N
     num_columns = tl.cdiv(sizes.out_stride if EPILOGUE.ORDER != 0 else N, TILE.BLOCK_N)
     total = tl.load(tiles.num_tiles) * num_columns
@@ -261,6 +263,7 @@ def _second_gemm_kernel(
     EPILOGUE,
 ):
     """y = w2 @ inner + bias, rounded once; rows of y that hold no token are not written."""
+    start_early()
     N = sizes.N
     num_columns = tl.cdiv(N, TILE.BLOCK_N)
     total = tl.load(tiles.num_tiles) * num_columns

@@ -11,6 +11,7 @@ bfloat16.
 import triton
 import triton.language as tl
 
+from ep_moe.kernels.device import start_early
 from ep_moe.kernels.gemm.tile_list import find_rows
 from ep_moe.kernels.numerics import e2m1_value, e4m3_value, e8m0_value, round_to, to_bf16
 
@@ -102,6 +103,7 @@ def _prepare_rows_kernel(
 
     A scale of one byte is multiplied into its group; one for each row is copied.
     """
+    start_early()
     PACKED: tl.constexpr = 2 if pool.dtype.element_ty == tl.uint8 else 1
     blocks = tl.cdiv(K, PIECES.BLOCK)
     column = tl.arange(0, PIECES.BLOCK)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from ep_moe.kernels.device import start_early
 from ep_moe.kernels.gemm.tile_list import list_tiles
 from ep_moe.kernels.rows.permute import merge_and_place
 from ep_moe.kernels.rows.quantize import quantize_rows
@@ -56,6 +57,7 @@ def _start_call_kernel(
 
     Example: with 9 programs, program 0 makes the lists and program i + 1 is the quantizing kernel's program i of 8.
     """
+    start_early()
     program = tl.program_id(0) - 1
     if quantizing.x is not None and program >= 0:
         quantize_rows(program, quantizing, num_tokens, x_stride, GROUPS, SCALING)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ep_moe.kernels.device import start_early
 from ep_moe.kernels.numerics import round_to
 
 
@@ -208,6 +209,7 @@ def _merge_and_place_kernel(
     BATCHED: tl.constexpr,
 ):
     """What the three kernels above store, for tokens of a few blocks: one program, in one launch."""
+    start_early()
     sizes = num_tokens, first, last, ids_stride, weights_stride
     merge_and_place(placed, sizes, capacity, alignment, IDS, EXPERTS, BLOCKS, BATCHED)
 
@@ -246,6 +248,7 @@ def _pack_rows_kernel(
     SCALES,  # ScaleGroups
 ):
     """Copy BLOCK words of one token to each of its rows; its first program also writes scales and row indices."""
+    start_early()
     token = tl.program_id(0).to(tl.int64)
     column, group = tl.arange(0, IDS.COLUMNS), tl.arange(0, SCALES.GROUPS)
     word = tl.program_id(1) * WORDS.BLOCK + tl.arange(0, WORDS.BLOCK)
@@ -294,6 +297,7 @@ def _weighted_sum_kernel(
     A missing row adds zero, which does not change a sum that starts at zero. Launch with enable_fp_fusion=False, so
     that product and sum are rounded separately, as in the reference.
     """
+    start_early()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < H

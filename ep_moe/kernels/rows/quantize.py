@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ep_moe.kernels.device import start_early
 from ep_moe.kernels.numerics import (
     E4M3_MAX_EXPONENT,
     absmax,
@@ -137,4 +138,5 @@ def quantize_rows(
 @triton.jit(do_not_specialize=["num_tokens"])
 def _quantize_rows_kernel(x, given, data, scale, num_tokens, x_stride, GROUPS, SCALING):
     """Quantize tokens; the first four are the fields of `Quantizing`."""
+    start_early()
     quantize_rows(tl.program_id(0), Quantizing(x, given, data, scale), num_tokens, x_stride, GROUPS, SCALING)

@@ -13,6 +13,7 @@ from ep_moe.kernel_launch.kernel import Kernel
 from ep_moe.kernels.device import Device
 from ep_moe.kernels.exchange.combine import _combine_kernel
 from ep_moe.kernels.exchange.combine_send import Combining, Results
+from ep_moe.kernels.exchange.round_state import Halves
 from ep_moe.tensors import aligned
 from ep_moe.transport.one_sided.round_plan import ExchangeRound, KernelContext, aligned_rows, is_aligned
 from ep_moe.transport.one_sided.tuning import SENT_BYTES, awaited_words, block_words, held_words
@@ -113,7 +114,7 @@ class CombineLauncher:
                 POISONED=poisoned,
                 SHARED=shared_dtype is not None,
             )
-            halves = context.halves(send=send, receive=receive)
+            halves = Halves(send, receive)
             kernel = plan.combines[key] = Kernel(
                 _combine_kernel,
                 senders + receivers,
@@ -126,6 +127,7 @@ class CombineLauncher:
                 ),
                 constants={"ranks": context.ranks, "combining": combining, "halves": halves},
                 options={**context.options(programs.num_warps), "enable_fp_fusion": False},
+                early=True,
                 device=context.device,
                 prepare=context.memory.prepare,
             )

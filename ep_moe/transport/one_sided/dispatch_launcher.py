@@ -13,10 +13,12 @@ import triton
 from ep_moe.config import Layout
 from ep_moe.kernel_launch.allocation import Workspace
 from ep_moe.kernel_launch.kernel import Kernel, Numbers
+from ep_moe.kernels.device import Device
 from ep_moe.kernels.exchange.batch_rows import Batch
 from ep_moe.kernels.exchange.count_ids import _count_block_kernel, _sum_blocks_kernel
 from ep_moe.kernels.exchange.dispatch import Header, Layer, Roles, Sizes, _dispatch_kernel
 from ep_moe.kernels.exchange.dispatch_send import Strides, Tokens
+from ep_moe.kernels.exchange.round_state import Halves
 from ep_moe.layout import Batched, Compact, Flat
 from ep_moe.layout.base import BatchTemplate, ExpertBatch
 from ep_moe.layout.triton import as_words
@@ -220,11 +222,12 @@ class DispatchLauncher:
 
         Two launches.
         """
-        num_physical, early = self.context.ranks.STARTS[-1], self.context.early
+        num_physical = self.context.ranks.STARTS[-1]
         like: dict[str, Any] = {"dtype": torch.int32, "device": ids.device}
         counts = torch.empty(plan.blocks + 1, num_physical + 1, **like)
         planned = torch.empty(ids.shape, **like)
         planned_weights = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
+        early = ids.is_cuda and Device.of(ids.device).early_launch
         options: dict[str, Any] = {"enable_fp_fusion": False, **({"launch_pdl": True} if early else {})}
         _count_block_kernel[(plan.blocks, triton.cdiv(num_physical, _BLOCK_EXPERTS))](
             ids,
@@ -241,11 +244,10 @@ class DispatchLauncher:
             TOKENS=BLOCK_TOKENS,
             EXPERTS=_BLOCK_EXPERTS,
             HAS_NUM_TOKENS=plan.sending.HAS_NUM_TOKENS,
-            PDL=early,
             **options,
         )
         _sum_blocks_kernel[(triton.cdiv(num_physical + 1, _BLOCK_EXPERTS),)](
-            counts, plan.blocks, num_physical, BLOCKS=_SUMMED_BLOCKS, EXPERTS=_BLOCK_EXPERTS, PDL=early, **options
+            counts, plan.blocks, num_physical, BLOCKS=_SUMMED_BLOCKS, EXPERTS=_BLOCK_EXPERTS, **options
         )
         return counts, planned, planned_weights
 
@@ -280,9 +282,10 @@ class DispatchLauncher:
                     "row": plan.row,
                     "sending": plan.sending,
                     "receiving": plan.receiving,
-                    "halves": context.halves(send=send, receive=receive),
+                    "halves": Halves(send, receive),
                 },
                 options=context.options(programs.num_warps),
+                early=True,
                 device=context.device,
                 prepare=context.memory.prepare,
             )

@@ -19,7 +19,6 @@ from ep_moe.kernel_launch.kernel import Kernel
 from ep_moe.kernels.device import Device
 from ep_moe.kernels.exchange.dispatch_receive import Receiving
 from ep_moe.kernels.exchange.dispatch_send import Sending
-from ep_moe.kernels.exchange.round_state import Halves
 from ep_moe.kernels.exchange.wire_layout import Ranks, Row, header_stride
 from ep_moe.layout import TokenRows
 from ep_moe.layout.frame import Frame, make_frame
@@ -61,12 +60,7 @@ class KernelContext:
     states: SlotStates
     tuning: Tuning
     timeout_ns: int
-    early: bool  # `Device.early_launch`
     waiting: Callable[[str, int], contextlib.AbstractContextManager[None]]  # `Faults.waiting`
-
-    def halves(self, *, send: bool, receive: bool) -> Halves:
-        """The constants of a launch of one half or both."""
-        return Halves(send, receive, self.early)
 
     def options(self, num_warps: int) -> dict[str, Any]:
         """Options of the compiler."""
@@ -75,7 +69,7 @@ class KernelContext:
             options["maxnreg"] = WIDE_REGISTERS if num_warps > 4 else REGISTERS
         if self.memory.libraries:
             options["extern_libs"] = self.memory.libraries
-        return {**options, "launch_pdl": True} if self.early else options
+        return options
 
 
 def is_aligned(rows: torch.Tensor) -> bool:

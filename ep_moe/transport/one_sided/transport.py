@@ -11,7 +11,6 @@ import torch
 
 from ep_moe.config import Layout, TransportConfig
 from ep_moe.group import EPGroup
-from ep_moe.kernels.device import Device
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, get_scheme
 from ep_moe.routing import Routing
@@ -78,7 +77,6 @@ class NvlinkTransport(Transport):
             states=self._states,
             tuning=tuning,
             timeout_ns=self._faults.timeout_ns,
-            early=group.device.type == "cuda" and Device.of(group.device).early_launch,
             waiting=self._faults.waiting,
         )
         self._plans = RoundPlans(config, placement, ranks, tuning, group.device)
