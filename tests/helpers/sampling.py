@@ -17,3 +17,10 @@ def thinned(*axes: Iterable[Any], every: int = 2) -> list[Any]:
         )
         for chosen in itertools.product(*numbered)
     ]
+
+
+def without(names: Iterable[str], *large: str) -> list[Any]:
+    """These names, of which the large ones are `matrix`."""
+    named = list(names)
+    assert {*large} <= {*named}
+    return [pytest.param(name, marks=pytest.mark.matrix if name in large else ()) for name in named]

