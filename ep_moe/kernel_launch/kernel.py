@@ -42,8 +42,8 @@ class Kernel:
         fixed, settings: arguments that are the same in all launches; the compiler may specialize them.
         constants: of the kernel, by name: plain values, or NamedTuples of them (`as_constants`).
         prepare: called with the compiled kernel each time that it has been loaded, before its first launch.
-        early: the kernel begins with `start_early`, or waits in its own way: GPUs that can launch it before the kernel
-            before it has ended (programmatic dependent launch).
+        early: the kernel begins with `start_early`, or waits in its own way. A GPU that can starts it before the kernel
+            ahead of it has ended (programmatic dependent launch).
         device: of the tensors. On a CPU (the interpreter, or compilation alone) every launch goes through Triton.
 
     Attributes:
