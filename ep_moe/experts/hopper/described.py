@@ -52,7 +52,7 @@ class DescribedGemm(abc.ABC):
 
     Args:
         kernel, programs, constants, settings: as of `Kernel`, on `device`.
-        early: the driver may launch the kernel before the one before it ends.
+        early: as of `Kernel`.
         maxnreg: registers of a thread before the partitions divide them anew.
     """
 
@@ -70,7 +70,7 @@ class DescribedGemm(abc.ABC):
         made = functools.partial(Kernel, kernel, programs, settings=settings, constants=dict(constants), device=device)
         options = {"num_warps": 4, "maxnreg": maxnreg}
         self._new_launch = functools.partial(made, options=options)
-        self._launch = made(options=options, early=True) if early else self._new_launch()
+        self._launch = made(options=options, early=early)
         self.run: Run | None = None
         self.driver: DriverKernel | None = None
 
