@@ -11,8 +11,8 @@ from ep_moe.experts import Experts
 from ep_moe.experts.kernels import KernelExperts, RepeatedCall
 from ep_moe.kernel_launch.kernel import Kernel
 from ep_moe.kernel_launch.sequence import LaunchSequence, joined
-from ep_moe.local_moe.routed import PLACED, QUANTIZED, RoutedPacking
-from ep_moe.local_moe.start import NAMES, NAMES_ALONE, start_launch
+from ep_moe.local_moe.routed import RoutedPacking
+from ep_moe.local_moe.start import start_launch, start_names
 from ep_moe.weights import ExpertWeights
 
 _FOUND = ("tokens", "ids", "weights")  # names of packing's inputs that launches before it may make
@@ -82,10 +82,10 @@ def join(
     start = None
     if packing.placing is not None:
         start = start_launch(packing.placing, packing.quantizing, call.row_tiles, packing.ids_dtype, packing.device)
-        names = NAMES_ALONE if packing.quantizing is None else NAMES
+        names = placed, tiles, quantizing = start_names(packing.placed, quantized=packing.quantizing is not None)
         prefix, last = f"{len(parts) + 1}:", f"{len(parts) + 2}:"
-        whole_names = {name: f"{prefix}{name}" for name in (*PLACED, *QUANTIZED)} | of_routing
-        whole_names |= {name: name.replace("tiles:", last) for name in names[1]}
+        whole_names = {name: f"{prefix}{name}" for name in (*placed, *quantizing) if name is not None} | of_routing
+        whole_names |= {name: name.replace("tiles:", last) for name in tiles}
         parts.append((LaunchSequence([(start, names)], (), {}, packing.device), whole_names))
         packed, computed = packed.behind(1 + (packing.quantizing is not None)), computed.behind(1)
     prefix, given = str(len(parts)), packed.given

@@ -22,6 +22,7 @@ from ep_moe.layout.triton import (
     Step,
     block_tokens,
     copy_launch,
+    listed_in_one_launch,
     place_launches,
     prepare_weighted_sum,
     weighted_sum,
@@ -29,14 +30,27 @@ from ep_moe.layout.triton import (
 from ep_moe.quant import Quantized
 from ep_moe.quant.triton import QuantizeShape, largest_or_scale, quantize_launch
 
-PLACED = Placed("ids", "weights", "local_ids", "topk_weights", "before", "expert_num_tokens", "expert_row_start")
-QUANTIZED = ("tokens", "number", "values", "values_scale:bytes")  # names of the launches' tensors, in their order
+# names of the launches' tensors, in their order; of few tokens, whose rows are listed at once, and of others
+_LISTED = Placed(
+    ids="ids",
+    weights="weights",
+    local_ids="local_ids",
+    local_weights="topk_weights",
+    before=None,
+    expert_num_tokens="expert_num_tokens",
+    expert_row_start="expert_row_start",
+    token_to_row="token_to_row",
+    row_index="row_index",
+)
+_COUNTED = _LISTED._replace(before="before", token_to_row=None, row_index=None)
+QUANTIZED = ("tokens", "number", "values", "values_scale:bytes")
 
 
 class RoutedPacking:
     """Packs the tokens of this rank for inputs of one kind: their shapes, strides and dtypes are those of a first one.
 
-    In layout FLAT rows are not copied, only listed; the batches are COMPACT ones with a `row_index`, summed here.
+    In layout FLAT, and of few tokens in COMPACT, rows are not copied, only listed; the batches are COMPACT ones with a
+    `row_index`, summed here.
 
     Args:
         x: [N, H], or `Quantized`. topk_ids, topk_weights: [N, K]. Nothing is kept of them but their kind.
@@ -45,6 +59,7 @@ class RoutedPacking:
         template: of the batches, whose memory also has what the sum of their results needs.
         sequence: the launches, over `inputs`: of `quantizing`, if tokens are quantized, of `placing`, and others.
         names: of the sequence's tensors that a batch consists of, by their names in `PreparedCall`.
+        placed: names of the tensors of placing.
         placing: the launch that merges repeats and counts; None if that takes several.
         quantizing: the launch that quantizes tokens, None if there is none.
         new_result: allocates what `weighted_sum` returns.
@@ -80,13 +95,15 @@ class RoutedPacking:
             local_topk_ids=torch.empty(num_tokens, num_topk, dtype=torch.int32, device="meta"),
             topk_weights=torch.empty(num_tokens, num_topk, dtype=torch.float32, device="meta"),
         )
-        experts, capacity = sizes.num_local_experts, sizes.capacity
-        frame = make_frame(rows, sizes.layout, num_local_experts=experts, capacity=capacity)
+        apart = sizes.layout is Layout.BATCHED or isinstance(x, Quantized)
+        listed = not apart and listed_in_one_launch(topk_ids.shape)
+        self.placed, layout = (_LISTED, Layout.FLAT) if listed else (_COUNTED, sizes.layout)
+        frame = make_frame(rows, layout, num_local_experts=sizes.num_local_experts, capacity=sizes.capacity)
         self._place(frame, topk_ids, topk_weights)
         self.names = {"row_start": "expert_row_start", "num_tokens": "expert_num_tokens"}
         fields = {"scheme": sizes.scheme, "dtype": sizes.dtype, "expected_rows": sizes.expected_rows}
         self._where_they_are: dict[str, str] = {}  # fields of a batch whose tensors are not copied
-        if sizes.layout is Layout.FLAT:
+        if layout is Layout.FLAT:
             self._list(frame, rows)
             self.names |= {"x": source, "x_scale": f"{source}_scale", "row_index": "row_index"}
             self._where_they_are = {"x": source} if scale is None else {"x": source, "scale": f"{source}_scale"}
@@ -124,12 +141,13 @@ class RoutedPacking:
         (num_tokens, num_topk), experts = topk_ids.shape, frame.num_local_experts
         for name, kind in (("local_ids", torch.int32), ("topk_weights", torch.float32), ("token_to_row", torch.int32)):
             self._pieces[name] = (num_tokens, num_topk), kind
-        self._pieces["before"] = (triton.cdiv(num_tokens, block_tokens(num_topk)), experts), torch.int32
+        if self.placed.before is not None:
+            self._pieces["before"] = (triton.cdiv(num_tokens, block_tokens(num_topk)), experts), torch.int32
         counts = "expert_num_tokens", "expert_row_start"
         self._pieces |= dict.fromkeys(counts, ((experts,), torch.int32))
         own, strides = (self._sizes.first, self._sizes.first + experts), (topk_ids.stride(0), topk_weights.stride(0))
         like: dict[str, Any] = {"ids_dtype": topk_ids.dtype, "device": self.device}
-        self.placing, launches = place_launches(PLACED, topk_ids.shape, own, strides, frame, **like)
+        self.placing, launches = place_launches(self.placed, topk_ids.shape, own, strides, frame, **like)
         self._launches += launches
 
     def _copy(self, frame: Frame, rows: TokenRows, source: str) -> None:
@@ -144,9 +162,11 @@ class RoutedPacking:
         self._launches.append((launch, (places, *copied, "token_to_row", None, "x:words", "scale:bytes")))
 
     def _list(self, frame: Frame, rows: TokenRows) -> None:
-        """Add the launch that finds the rows of each expert."""
+        """Add the launch that finds the rows of each expert, unless placing lists them."""
         assert frame.row_index is not None
         self._pieces["row_index"] = frame.row_index.shape, torch.int32
+        if self.placed is _LISTED:
+            return
         shape = CopyShape.of(dataclasses.replace(rows, scale=None), frame, copied=False)
         places = Places("local_ids", "before", "expert_row_start")
         names = places, None, None, "token_to_row", "row_index", None, None

@@ -11,15 +11,18 @@ from ep_moe.kernels.local.start import Lists, _start_call_kernel
 from ep_moe.kernels.rows.permute import Placed
 from ep_moe.kernels.rows.quantize import Quantizing, Scaling
 from ep_moe.layout.triton import PlaceShape
-from ep_moe.local_moe.routed import PLACED, QUANTIZED
+from ep_moe.local_moe.routed import QUANTIZED
 from ep_moe.quant.triton import QuantizeKernel, QuantizeShape
 
 _MOST_LAUNCHES = 512
 _LEAST_WARPS = 4  # of the program that makes the lists
 _NOTHING: dict[str, Any] = {"GROUPS": None, "SCALING": Scaling()}
-# names of the tensors, of packing and of the experts' tile list, in their order
-NAMES = Placed(*PLACED), TileList(*(f"tiles:{name}" for name in TileList._fields)), Quantizing(*QUANTIZED)
-NAMES_ALONE = NAMES[0], NAMES[1], Quantizing(None, None, None, None)
+_TILES = TileList(*(f"tiles:{name}" for name in TileList._fields))
+
+
+def start_names(placed: Placed, *, quantized: bool) -> tuple[Placed, TileList, Quantizing]:
+    """Names of the tensors that the launch takes, of packing and of the experts' tile list, in their order."""
+    return placed, _TILES, Quantizing(*(QUANTIZED if quantized else [None] * len(QUANTIZED)))
 
 
 @functools.lru_cache(maxsize=_MOST_LAUNCHES)
@@ -30,7 +33,7 @@ def start_launch(
     ids_dtype: torch.dtype,
     device: torch.device,
 ) -> Kernel:
-    """The launch for these shapes, and row tiles as of `PreparedCall`; it takes tensors as `NAMES` says."""
+    """The launch for these shapes, and row tiles as of `PreparedCall`; it takes tensors as `start_names` says."""
     del ids_dtype  # Triton reads it off the tensors of the first call
     (max_tiles, block_m), placed = row_tiles, placing.constants
     programs, num_warps, stride, constants = 1, _LEAST_WARPS, 0, _NOTHING

@@ -1,7 +1,5 @@
-"""On two GPUs: decode passes in a captured graph while experts move, every 50 steps; results and step times."""
+"""On two GPUs: the results of decode passes in a captured graph while experts move, every 50 steps."""
 
-import statistics
-import time
 from typing import Any
 
 import pytest
@@ -23,8 +21,8 @@ HIDDEN, INTERMEDIATE, EXPERTS, TOPK, ROWS = 2048, 768, 32, 4, 32
 STEPS, EVERY = 2000, 50
 
 
-def decode(group: EPGroup, scheme: str) -> tuple[float, list[float], list[float], RebalanceStatus]:
-    """The worst error of rows, step times in ms without and with moves, and the status."""
+def decode(group: EPGroup, scheme: str) -> tuple[float, int, RebalanceStatus]:
+    """The worst error of rows, the number of passes while experts move, and the status."""
     torch.cuda.set_device(group.device)
     config = MoEConfig(hidden=HIDDEN, intermediate=INTERMEDIATE, num_experts=EXPERTS, scheme=scheme)
     placement = Placement.linear(EXPERTS, group.num_ranks)
@@ -54,23 +52,21 @@ def decode(group: EPGroup, scheme: str) -> tuple[float, list[float], list[float]
         with torch.cuda.graph(graph):
             out = layer.forward_routed(x, ids, rows)
     group.barrier()
-    rebalancer, worst = Rebalancer([layer], group, every=EVERY, min_gain=0.01), 0.0
-    quiet, moving = list[float](), list[float]()
+    rebalancer, worst, moving = Rebalancer([layer], group, every=EVERY, min_gain=0.01), 0.0, 0
     for step in range(STEPS):
         which = step // 500 % len(loads)
         if step % 500 == 0:
             ids.copy_(loads[which])
-        began, active = time.perf_counter(), rebalancer.is_active
+        moving += rebalancer.is_active
         graph.replay()
         rebalancer.step()
         torch.cuda.synchronize()
-        (moving if active else quiet).append(1e3 * (time.perf_counter() - began))
         worst = max(worst, float(worst_row_error(out.float().cpu(), expected[which])))
     transport.check()
     status = rebalancer.status
     rebalancer.destroy()
     transport.destroy()
-    return worst, quiet, moving, status
+    return worst, moving, status
 
 
 @pytest.mark.multigpu
@@ -79,11 +75,8 @@ def decode(group: EPGroup, scheme: str) -> tuple[float, list[float], list[float]
     ("scheme", "limit"), [("none", ROW_ERROR_LIMITS["bfloat16"]), ("fp8_block", ROW_ERROR_LIMITS["fp8"])]
 )
 def test_a_captured_pass_while_experts_move(scheme: str, limit: float) -> None:
-    for rank, (worst, quiet, moving, status) in enumerate(launch(decode, scheme, num_ranks=2)):
-        longer = statistics.median(moving) - statistics.median(quiet)
-        print(f"{scheme} rank {rank}: {longer:.3f} ms longer in the median, {max(moving):.3f} ms at most, {status}")
+    for worst, moving, status in launch(decode, scheme, num_ranks=2):
         assert worst < limit
+        assert moving >= 2
         assert status.rebalances >= 2
         assert status.failures == 0
-        assert longer <= 1.0
-        assert max(moving) <= 5.0

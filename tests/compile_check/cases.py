@@ -26,7 +26,7 @@ from ep_moe.kernels.rows.quantize import Quantizing
 from ep_moe.layout import Batched, Compact, ExpertBatch, TokenRows
 from ep_moe.layout.base import PackingSizes
 from ep_moe.layout.frame import make_frame
-from ep_moe.layout.triton import PlaceShape, merge_repeats, pack, weighted_sum
+from ep_moe.layout.triton import PlaceShape, listed_in_one_launch, merge_repeats, pack, weighted_sum
 from ep_moe.local_moe.listed_pairs import ragged_pairs, sorted_pairs
 from ep_moe.local_moe.pair_lists import PairLists
 from ep_moe.local_moe.pair_rows import pair_rows
@@ -523,7 +523,9 @@ def _start(scheme_name: str, num_tokens: int, *, experts: int = 256, topk: int =
             alignment=1,
             max_rows=None,
         )
-        placing = PlaceShape.of(torch.Size((num_tokens, topk)), (0, experts), (topk, topk), frame)
+        ids_shape = torch.Size((num_tokens, topk))
+        listed = listed_in_one_launch(ids_shape)
+        placing = PlaceShape.of(ids_shape, (0, experts), (topk, topk), frame, listed=listed)
         assert placing is not None
         stored, quantizing, rows = scheme.payload, None, Quantizing(None, None, None, None)
         if stored.quantized:
@@ -535,6 +537,7 @@ def _start(scheme_name: str, num_tokens: int, *, experts: int = 256, topk: int =
             rows = Quantizing(empty(num_tokens, hidden, dtype=dtype), None, values, scale)
         names = {"weights": torch.float32, "local_weights": torch.float32}
         placed = Placed(*(empty(num_tokens, experts, dtype=names.get(name, torch.int32)) for name in Placed._fields))
+        placed = placed._replace(**dict.fromkeys(("before",) if listed else ("token_to_row", "row_index")))
         lists = {name: empty(max_tiles, dtype=torch.int32) for name in TileList._fields}
         tiles = TileList(**(lists if hopper else {**lists, "stored": None, "next_tile": None, "amax": None}))
         start_launch(placing, quantizing, (max_tiles, 16), torch.int32, device)((placed, tiles, rows))

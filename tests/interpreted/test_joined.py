@@ -26,6 +26,7 @@ from interpreted.common import DEVICE, generator, use_kernels
 
 pytestmark = pytest.mark.skipif(torch.device(DEVICE).type != "cpu", reason="memory is read by its address on a CPU")
 EXPERTS, TOPK, HIDDEN, INNER = 4, 2, 64, 96
+BLOCK_IDS = {65: 128, 67: 16}  # tokens, and the ids of a block of them
 
 
 def stored(scheme: str, *shape: int) -> StoredMatrix:
@@ -52,11 +53,12 @@ def routed(seed: str, tokens: int) -> tuple[torch.Tensor, Routing]:
 @pytest.mark.parametrize(
     ("scheme", "tokens", "launches", "given"),
     [
-        pytest.param("none", 5, 5, False, id="few"),
-        pytest.param("none", 5, 5, True, id="few, out"),
-        pytest.param("fp8_block", 11, 5, True, id="quantized, two blocks of tokens"),
-        pytest.param("none", 35, 8, False, id="more blocks than one program counts"),
-        pytest.param("nvfp4", 20, 7, False, id="quantized in groups of 16"),
+        pytest.param("none", 5, 4, False, id="few"),
+        pytest.param("none", 5, 4, True, id="few, out"),
+        pytest.param("fp8_block", 6, 4, False, id="few, quantized"),
+        pytest.param("fp8_block", 65, 5, True, id="quantized, two blocks of tokens"),
+        pytest.param("none", 67, 8, False, id="more blocks than one program counts"),
+        pytest.param("nvfp4", 20, 6, False, id="quantized in groups of 16"),
         pytest.param("fp8_tensor", 3, None, False, id="largest magnitude"),
         pytest.param("fp8_tensor", 3, None, True, id="largest magnitude, out"),
     ],
@@ -64,8 +66,8 @@ def routed(seed: str, tokens: int) -> tuple[torch.Tensor, Routing]:
 def test_local_moe(
     scheme: str, tokens: int, launches: int | None, given: bool, repeats: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if tokens in (11, 35):  # of no other test: launches are kept by the number of tokens
-        monkeypatch.setattr(layout_kernels, "_BLOCK_IDS", 16)
+    if tokens in BLOCK_IDS:  # of no other test: launches are kept by the number of tokens
+        monkeypatch.setattr(layout_kernels, "_BLOCK_IDS", BLOCK_IDS[tokens])
     weights = weights_in(scheme)
     experts = create_experts("triton", ActivationConfig(kind="silu"), DEVICE)
 
@@ -90,13 +92,13 @@ def test_local_moe(
     assert kept() is None
 
 
-@pytest.mark.parametrize(("scheme", "tokens", "launches"), [("none", 35, 8), ("fp8_block", 6, 5)])
+@pytest.mark.parametrize(("scheme", "tokens", "launches"), [("none", 67, 8), ("none", 66, 5), ("fp8_block", 6, 4)])
 def test_rows_that_are_not_copied(
     scheme: str, tokens: int, launches: int, repeats: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layout FLAT, one sequence, too: the bits of COMPACT. Of 35 tokens the rows are placed by several launches."""
-    if tokens == 35:  # as above
-        monkeypatch.setattr(layout_kernels, "_BLOCK_IDS", 16)
+    """Layout FLAT, one sequence, too: the bits of COMPACT. Of 67 tokens the rows are placed by several launches."""
+    if tokens in BLOCK_IDS:
+        monkeypatch.setattr(layout_kernels, "_BLOCK_IDS", BLOCK_IDS[tokens])
     weights = weights_in(scheme)
     experts = create_experts("triton", ActivationConfig(kind="silu"), DEVICE)
     expected = local_moe(*routed("b", tokens), weights, experts)

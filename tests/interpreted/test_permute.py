@@ -250,15 +250,17 @@ def _rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 ROUTED = [  # tokens, top-k, experts, scheme, layout, what quantizes
-    pytest.param(9, 3, 5, "none", Layout.COMPACT, "", id="plain"),
+    pytest.param(9, 3, 5, "none", Layout.COMPACT, "", id="few"),
+    pytest.param(32, 4, 7, "none", Layout.COMPACT, "", id="as_many_as_are_listed"),
+    pytest.param(33, 3, 5, "none", Layout.COMPACT, "", id="plain"),
     pytest.param(6, 33, 40, "none", Layout.BATCHED, "", id="several_launches"),
     pytest.param(16, 16, 6, "none", Layout.COMPACT, "", id="a_whole_block"),
-    pytest.param(1, 33, 300, "none", Layout.COMPACT, "", id="a_block_of_one_token"),
-    pytest.param(11, 3, 5, "fp8_block", Layout.COMPACT, "packing", id="fp8_block"),
+    pytest.param(3, 33, 300, "none", Layout.COMPACT, "", id="a_block_of_one_token"),
+    pytest.param(34, 3, 5, "fp8_block", Layout.COMPACT, "packing", id="fp8_block"),
     pytest.param(3, 1, 1, "fp8_token", Layout.BATCHED, "packing", id="fp8_token"),
-    pytest.param(5, 2, 3, "fp8_tensor", Layout.COMPACT, "packing", id="fp8_tensor"),
-    pytest.param(5, 2, 3, "fp8_tensor", Layout.COMPACT, "static", id="static"),
-    pytest.param(7, 4, 9, "mxfp8", Layout.COMPACT, "packing", id="mxfp8"),
+    pytest.param(5, 2, 3, "fp8_tensor", Layout.COMPACT, "packing", id="few_fp8_tensor"),
+    pytest.param(35, 3, 3, "fp8_tensor", Layout.COMPACT, "static", id="static"),
+    pytest.param(36, 4, 9, "mxfp8", Layout.COMPACT, "packing", id="mxfp8"),
     pytest.param(20, 4, 9, "nvfp4", Layout.BATCHED, "packing", id="nvfp4"),
     pytest.param(20, 4, 9, "mxfp4_w4a8", Layout.COMPACT, "caller", id="by_the_caller"),
     pytest.param(12, 3, 5, "none", Layout.FLAT, "", id="flat"),
@@ -278,6 +280,8 @@ def test_routed_tokens(tokens: int, topk: int, experts: int, name: str, layout: 
     static = torch.tensor([0.02]) if quantizer == "static" else None
     stored: torch.Tensor | Quantized = x if quantizer == "" else quantize(x, scheme, static_scale=static)
     merged = reference.merge_repeats(ids, weights, first=first, last=first + experts)
+    few = triton.listed_in_one_launch(ids.shape) and quantizer != "caller"  # rows are not copied, but listed
+    copied = layout if layout is Layout.BATCHED or not few else Layout.FLAT
     expected = reference.pack(
         TokenRows(
             x=stored if isinstance(stored, torch.Tensor) else stored.values,
@@ -285,7 +289,7 @@ def test_routed_tokens(tokens: int, topk: int, experts: int, name: str, layout: 
             local_topk_ids=merged[0],
             topk_weights=merged[1],
         ),
-        layout,
+        copied,
         scheme=scheme,
         dtype=x.dtype,
         num_local_experts=experts,
@@ -308,6 +312,9 @@ def test_routed_tokens(tokens: int, topk: int, experts: int, name: str, layout: 
         given = strided(given.contiguous(), gap=16).to(DEVICE) if DEVICE == "cpu" else given.to(DEVICE)
     inputs = given, ids.contiguous().to(DEVICE), weights.to(DEVICE), None if static is None else static.to(DEVICE)
     packing = RoutedPacking(*inputs[:3], sizes)
+    assert len(packing.sequence.launches) == (quantizer in ("packing", "static")) + (
+        1 if few and copied is Layout.FLAT else 2 if tokens <= triton._MOST_BLOCKS * triton.block_tokens(topk) else 4
+    )
     assert (packing.placing is None) == (tokens > triton._MOST_BLOCKS * triton.block_tokens(topk))
     packing.pack(*inputs)  # on a GPU the next launches skip Triton
     with poisoned_memory():
@@ -316,13 +323,13 @@ def test_routed_tokens(tokens: int, topk: int, experts: int, name: str, layout: 
     assert_same_bits(packing.view(batch, "token_to_row"), expected.token_to_row, "token_to_row")
     assert_same_bits(packing.view(batch, "topk_weights"), merged[1], "weights")
     written = expected.token_to_row[expected.token_to_row >= 0].long()
-    by_row = ("row_index",) if layout is Layout.FLAT else ("x", "scale")  # of which other rows are undefined
+    by_row = ("row_index",) if copied is Layout.FLAT else ("x", "scale")  # of which other rows are undefined
     for field in ("x", "scale", "expert_row_start", "expert_num_tokens", "row_index"):
         wanted, actual = getattr(expected.batch, field), getattr(batch, field)
         assert (wanted is None) == (actual is None)
         if wanted is not None:
             assert (actual.shape, actual.dtype) == (wanted.shape, wanted.dtype)
-            assert actual.stride() == wanted.stride() or (field, layout, quantizer) == ("x", Layout.FLAT, "")
+            assert actual.stride() == wanted.stride() or (field, copied, quantizer) == ("x", Layout.FLAT, "")
             rows = field in by_row
             assert_same_bits(*(_rows(each.cpu(), written) if rows else each for each in (actual, wanted)), field)
     assert batch.addresses == [getattr(batch, field).data_ptr() for field in batch.addressed]

@@ -84,7 +84,7 @@ class Call:
     written: str = "w2"  # a weight that is written in place
     many: int = 9  # tokens
     sequences: int = 1  # of a call
-    launches: int = 5  # of a sequence, or more
+    launches: int = 4  # of a sequence, or more
     limit: str = "bfloat16"  # of errors
 
 
@@ -280,9 +280,9 @@ CALLS = {
     "fused": Call(plain, routed, lambda given: outplace_fused_experts(**given)),
     "in turns": Call(in_turns, routed, lambda given: outplace_fused_experts(**given), written="w1"),
     "zero points": Call(integers, routed, lambda given: outplace_fused_experts(**given), written="w2_zp"),
-    "rows apart": Call(plain, routed, rows_apart, sequences=3, launches=6),
+    "rows apart": Call(plain, routed, rows_apart, sequences=3, launches=5),
     "rows apart, static": Call(static, routed, own_rows, launches=6, written="a2_scale", limit="fp8"),
-    "one expert": Call(plain, routed, one_expert, launches=6),
+    "one expert": Call(plain, routed, one_expert, launches=5),
     "in place": Call(scaled, routed, in_place, written="b2"),
     "static": Call(static, routed, lambda given: outplace_fused_experts(**given), written="a2_scale", limit="fp8"),
     "b12x": Call(nvfp4, b12x_inputs, lambda given: b12x_fused_moe(**given), written="fc2_input_scale", limit="fp8"),

@@ -38,7 +38,7 @@ class Words(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """What merging repeats and placing rows read and write; the last three are absent if rows are not placed."""
+    """What merging repeats and placing rows read and write; what is not stored is absent."""
 
     ids: Any  # [N, K] int32 or int64, rows `ids_stride` apart
     weights: Any  # [N, K] float32, rows `weights_stride` apart
@@ -47,6 +47,8 @@ class Placed(NamedTuple):
     before: Any  # [B, L] int32, out: rows of each expert in earlier blocks
     expert_num_tokens: Any  # [L] int32, out
     expert_row_start: Any  # [L] int32, out
+    token_to_row: Any = None  # [N, K] int32, out
+    row_index: Any = None  # [rows] int32, out: the token of each row
 
 
 class Places(NamedTuple):
@@ -169,10 +171,29 @@ def _sum_counts_kernel(
 
 
 @triton.jit
+def _list_rows(placed, ids, num_tokens, K: tl.constexpr):
+    """Store the row of each pair, and the token of each row, from the local ids [TOKENS, COLUMNS] of all tokens.
+
+    Example: ids [[1, 0], [1, -1]] have the rows [[1, 0], [2, -1]], of tokens [0, 0, 1].
+    """
+    COLUMNS: tl.constexpr = ids.shape[1]
+    pair = tl.arange(0, ids.shape[0] * COLUMNS)
+    token, column = pair // COLUMNS, pair % COLUMNS
+    mine = tl.reshape(ids, pair.shape)
+    own, other = mine[:, None], mine[None, :]
+    earlier = (other < own) | ((other == own) & (pair[None, :] < pair[:, None]))
+    row = tl.where(mine >= 0, tl.sum((earlier & (other >= 0)).to(tl.int32), 1), -1)
+    tl.store(placed.token_to_row + token * K + column, row, mask=(token < num_tokens) & (column < K))
+    tl.store(placed.row_index + row, token, mask=mine >= 0)
+
+
+@triton.jit
 def merge_and_place(
     placed, sizes, capacity, alignment, IDS, EXPERTS: tl.constexpr, BLOCKS: tl.constexpr, BATCHED: tl.constexpr
 ):
     """As `_merge_and_place_kernel`, by one program; returns the counts of experts [EXPERTS].
+
+    Rows are listed if there is one block and starts are not aligned.
 
     Example: L = 3 and local ids [[0, 2], [-1, 0]] are the bins 0, 2, 3, 0 of a histogram: counts [2, 0, 1].
     """
@@ -185,7 +206,10 @@ def merge_and_place(
         nowhere = tl.zeros(ids.shape, tl.int32) + IDS.L
         counted = tl.where((ids >= 0) & (tl.arange(0, IDS.COLUMNS) < IDS.K)[None, :], ids, nowhere)
         count = tl.histogram(tl.reshape(counted, [IDS.TOKENS * IDS.COLUMNS]), EXPERTS)
-        tl.store(placed.before + expert + block * IDS.L, total, mask=is_expert)
+        if placed.row_index is not None:
+            _list_rows(placed, ids, sizes[0], IDS.K)
+        else:
+            tl.store(placed.before + expert + block * IDS.L, total, mask=is_expert)
         total += tl.where(is_expert, count, 0)
     _store_starts(placed.expert_num_tokens, placed.expert_row_start, total, is_expert, capacity, alignment, BATCHED)
     return total
@@ -208,7 +232,8 @@ def _merge_and_place_kernel(
     BLOCKS: tl.constexpr,  # B
     BATCHED: tl.constexpr,
 ):
-    """What the three kernels above store, for tokens of a few blocks: one program, in one launch."""
+    """What the three kernels above store, for tokens of a few blocks, or few tokens' lists of rows: one program, in one
+    launch."""
     start_early()
     sizes = num_tokens, first, last, ids_stride, weights_stride
     merge_and_place(placed, sizes, capacity, alignment, IDS, EXPERTS, BLOCKS, BATCHED)
