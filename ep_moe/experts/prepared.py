@@ -14,13 +14,13 @@ from ep_moe.experts.formats import Between
 from ep_moe.experts.grouped_gemm import Backend, CallShape
 from ep_moe.experts.prepared_rows import inner_order, inner_width
 from ep_moe.experts.requantize import prepare_requantize, prepare_tile_list
-from ep_moe.experts.tile_tables import find_table, log_once
-from ep_moe.experts.tuning import ExpertTiles
+from ep_moe.experts.tile_tables import TileTable, find_table, log_once
+from ep_moe.experts.tuning import HOPPER_TILES, ExpertTiles
 from ep_moe.kernel_launch.sequence import LaunchSequence
 from ep_moe.kernels.gemm.arguments import ExpertScalars, Operands, Rows, Stored, TileList
 from ep_moe.layout import ExpertBatch
 from ep_moe.layout.triton import prepare_weighted_sum
-from ep_moe.quant import as_bytes
+from ep_moe.quant import QuantScheme, as_bytes
 from ep_moe.weights import ExpertWeights
 
 _NAMES = {  # field of a batch -> name of an argument, where they differ
@@ -54,12 +54,28 @@ def with_dense_rows(batch: ExpertBatch) -> ExpertBatch:
     return dataclasses.replace(batch, x=batch.x.contiguous())
 
 
+def _table_for(
+    scheme: QuantScheme, dtype: torch.dtype, sizes: tuple[int, int], device: torch.device, folder: Path | None = None
+) -> TileTable | None:
+    """The table for experts of these sizes, I and H."""
+    name = scheme.name if scheme.weight.quantized else str(dtype).removeprefix("torch.")
+    return find_table(*sizes, device, name, folder)
+
+
+def reads_pool(weights: ExpertWeights, dtype: torch.dtype, expected_rows: int) -> bool:
+    """Whether the kernels for a few rows read those of a pool where they are, by the package's table: Hopper's
+    pack them first. Local."""
+    scheme, (_, hidden, stored) = weights.scheme, weights.w2.values.shape
+    sizes = scheme.weight.row_width(stored), hidden
+    table = _table_for(scheme, dtype, sizes, weights.w2.values.device)
+    return table is None or table.choose(expected_rows).backend != HOPPER_TILES.backend
+
+
 def _wanted_tiles(shape: CallShape, tiles: ExpertTiles | Path | None) -> tuple[ExpertTiles | None, str]:
     """The tiles themselves, or those of the table for this shape, whose file is the second result."""
     if isinstance(tiles, ExpertTiles):
         return tiles, ""
-    name = shape.scheme.name if shape.scheme.weight.quantized else str(shape.dtype).removeprefix("torch.")
-    table = find_table(shape.intermediate, shape.hidden, shape.device, name, tiles)
+    table = _table_for(shape.scheme, shape.dtype, (shape.intermediate, shape.hidden), shape.device, tiles)
     return (None, "") if table is None else (table.choose(shape.expected_rows), table.source)
 
 

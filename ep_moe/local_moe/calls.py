@@ -224,7 +224,7 @@ def _key_of(
     """Cache key of a kind: type, scheme, shapes, strides and dtypes of tensors, and the other arguments."""
     ids = routing.topk_ids
     routed = routing.signature or (ids.shape, ids.dtype, ids.device, ids.stride(), routing.topk_weights.stride())
-    of_weights = id(weights.scheme), weights.num_local_experts, weights.w13_input_scale is None
+    of_weights = id(weights.scheme), weights.w2.values.shape, weights.w13_input_scale is None
     if isinstance(x, Quantized):
         values, scale = x.values, x.scale
         tokens: tuple[object, ...] = values.shape, values.stride(), values.device, scale.stride(), id(x.scheme)
@@ -241,16 +241,21 @@ def _kind_of(
     kind: _Kind | None = plans.get(key)
     if kind is None:
         sizes = _check(x, routing, weights, chosen)
-        kind = plans.keep(key, _Kind(_new_packing(x, routing, sizes), sizes), alive=(weights.scheme, *_schemes(x)))
+        packing = _new_packing(x, routing, weights, sizes)
+        kind = plans.keep(key, _Kind(packing, sizes), alive=(weights.scheme, *_schemes(x)))
     return kind
 
 
-def _new_packing(x: torch.Tensor | Quantized, routing: Routing, sizes: PackingSizes) -> "RoutedPacking | None":
+def _new_packing(
+    x: torch.Tensor | Quantized, routing: Routing, weights: ExpertWeights, sizes: PackingSizes
+) -> "RoutedPacking | None":
     if not routing.topk_ids.is_cuda or not packable(x, routing.topk_ids, routing.topk_weights, sizes):
         return None
+    from ep_moe.experts.prepared import reads_pool
     from ep_moe.local_moe.routed import RoutedPacking
 
-    return RoutedPacking(x, routing.topk_ids, routing.topk_weights, sizes)
+    pooled = reads_pool(weights, sizes.dtype, sizes.expected_rows)
+    return RoutedPacking(x, routing.topk_ids, routing.topk_weights, sizes, pooled=pooled)
 
 
 def _check(

@@ -49,11 +49,12 @@ QUANTIZED = ("tokens", "number", "values", "values_scale:bytes")
 class RoutedPacking:
     """Packs the tokens of this rank for inputs of one kind: their shapes, strides and dtypes are those of a first one.
 
-    In layout FLAT, and of few tokens in COMPACT, rows are not copied, only listed; the batches are COMPACT ones with a
-    `row_index`, summed here.
+    In layout FLAT, and of few tokens in COMPACT if `pooled`, rows are not copied, only listed; the batches are COMPACT
+    ones with a `row_index`, summed here.
 
     Args:
         x: [N, H], or `Quantized`. topk_ids, topk_weights: [N, K]. Nothing is kept of them but their kind.
+        pooled: the experts read a few rows of a pool as fast as packed ones.
 
     Attributes:
         template: of the batches, whose memory also has what the sum of their results needs.
@@ -68,7 +69,13 @@ class RoutedPacking:
     """
 
     def __init__(
-        self, x: torch.Tensor | Quantized, topk_ids: torch.Tensor, topk_weights: torch.Tensor, sizes: PackingSizes
+        self,
+        x: torch.Tensor | Quantized,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        sizes: PackingSizes,
+        *,
+        pooled: bool,
     ) -> None:
         if not packable(x, topk_ids, topk_weights, sizes):
             raise ValueError(f"tokens for layout {sizes.layout.value} are empty, or their rows have gaps")
@@ -95,7 +102,7 @@ class RoutedPacking:
             local_topk_ids=torch.empty(num_tokens, num_topk, dtype=torch.int32, device="meta"),
             topk_weights=torch.empty(num_tokens, num_topk, dtype=torch.float32, device="meta"),
         )
-        apart = sizes.layout is Layout.BATCHED or isinstance(x, Quantized)
+        apart = not pooled or sizes.layout is Layout.BATCHED or isinstance(x, Quantized)
         listed = not apart and listed_in_one_launch(topk_ids.shape)
         self.placed, layout = (_LISTED, Layout.FLAT) if listed else (_COUNTED, sizes.layout)
         frame = make_frame(rows, layout, num_local_experts=sizes.num_local_experts, capacity=sizes.capacity)

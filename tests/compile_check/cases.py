@@ -491,7 +491,7 @@ def _routed(scheme_name: str, num_tokens: int, layout: Layout, *, experts: int =
     def launch() -> None:
         x, weights = (_empty(num_tokens, n, dtype=t, device="cpu") for n, t in ((hidden, dtype), (topk, torch.float32)))
         ids = _empty(num_tokens, topk, dtype=torch.int32, device="cpu")
-        packing = RoutedPacking(x, ids, weights, sizes)
+        packing = RoutedPacking(x, ids, weights, sizes, pooled=False)
         batch = packing.pack(x, ids, weights)
         assert batch is not None
         packing.weighted_sum(_empty(*batch.output_shape, dtype=dtype, device="cpu"), batch)

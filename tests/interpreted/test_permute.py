@@ -251,6 +251,7 @@ def _rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 ROUTED = [  # tokens, top-k, experts, scheme, layout, what quantizes
     pytest.param(9, 3, 5, "none", Layout.COMPACT, "", id="few"),
+    pytest.param(10, 3, 5, "fp8_block", Layout.COMPACT, "packing", id="few_for_experts_that_pack"),
     pytest.param(32, 4, 7, "none", Layout.COMPACT, "", id="as_many_as_are_listed"),
     pytest.param(33, 3, 5, "none", Layout.COMPACT, "", id="plain"),
     pytest.param(6, 33, 40, "none", Layout.BATCHED, "", id="several_launches"),
@@ -280,7 +281,8 @@ def test_routed_tokens(tokens: int, topk: int, experts: int, name: str, layout: 
     static = torch.tensor([0.02]) if quantizer == "static" else None
     stored: torch.Tensor | Quantized = x if quantizer == "" else quantize(x, scheme, static_scale=static)
     merged = reference.merge_repeats(ids, weights, first=first, last=first + experts)
-    few = triton.listed_in_one_launch(ids.shape) and quantizer != "caller"  # rows are not copied, but listed
+    pooled = tokens != 10
+    few = triton.listed_in_one_launch(ids.shape) and pooled and quantizer != "caller"  # rows are listed, not copied
     copied = layout if layout is Layout.BATCHED or not few else Layout.FLAT
     expected = reference.pack(
         TokenRows(
@@ -311,7 +313,7 @@ def test_routed_tokens(tokens: int, topk: int, experts: int, name: str, layout: 
     else:
         given = strided(given.contiguous(), gap=16).to(DEVICE) if DEVICE == "cpu" else given.to(DEVICE)
     inputs = given, ids.contiguous().to(DEVICE), weights.to(DEVICE), None if static is None else static.to(DEVICE)
-    packing = RoutedPacking(*inputs[:3], sizes)
+    packing = RoutedPacking(*inputs[:3], sizes, pooled=pooled)
     assert len(packing.sequence.launches) == (quantizer in ("packing", "static")) + (
         1 if few and copied is Layout.FLAT else 2 if tokens <= triton._MOST_BLOCKS * triton.block_tokens(topk) else 4
     )
