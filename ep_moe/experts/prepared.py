@@ -14,7 +14,7 @@ from ep_moe.experts.formats import Between
 from ep_moe.experts.grouped_gemm import Backend, CallShape
 from ep_moe.experts.prepared_rows import inner_order, inner_width
 from ep_moe.experts.requantize import prepare_requantize, prepare_tile_list
-from ep_moe.experts.tile_tables import TileTable, find_table, log_once
+from ep_moe.experts.tile_tables import find_table, log_once
 from ep_moe.experts.tuning import HOPPER_TILES, ExpertTiles
 from ep_moe.kernel_launch.sequence import LaunchSequence
 from ep_moe.kernels.gemm.arguments import ExpertScalars, Operands, Rows, Stored, TileList
@@ -54,36 +54,39 @@ def with_dense_rows(batch: ExpertBatch) -> ExpertBatch:
     return dataclasses.replace(batch, x=batch.x.contiguous())
 
 
-def _table_for(
-    scheme: QuantScheme, dtype: torch.dtype, sizes: tuple[int, int], device: torch.device, folder: Path | None = None
-) -> TileTable | None:
-    """The table for experts of these sizes, I and H."""
-    name = scheme.name if scheme.weight.quantized else str(dtype).removeprefix("torch.")
-    return find_table(*sizes, device, name, folder)
-
-
-def reads_pool(weights: ExpertWeights, dtype: torch.dtype, expected_rows: int) -> bool:
-    """Whether the kernels for a few rows read those of a pool where they are, by the package's table: Hopper's
-    pack them first. Local."""
-    scheme, (_, hidden, stored) = weights.scheme, weights.w2.values.shape
-    sizes = scheme.weight.row_width(stored), hidden
-    table = _table_for(scheme, dtype, sizes, weights.w2.values.device)
-    return table is None or table.choose(expected_rows).backend != HOPPER_TILES.backend
-
-
-def _wanted_tiles(shape: CallShape, tiles: ExpertTiles | Path | None) -> tuple[ExpertTiles | None, str]:
-    """The tiles themselves, or those of the table for this shape, whose file is the second result."""
+def _wanted_tiles(
+    scheme: QuantScheme,
+    dtype: torch.dtype,
+    sizes: tuple[int, int],
+    device: torch.device,
+    expected_rows: int,
+    tiles: ExpertTiles | Path | None,
+) -> tuple[ExpertTiles | None, str]:
+    """The tiles themselves, or those of the table for these sizes, I and H, whose file is the second result."""
     if isinstance(tiles, ExpertTiles):
         return tiles, ""
-    table = _table_for(shape.scheme, shape.dtype, (shape.intermediate, shape.hidden), shape.device, tiles)
-    return (None, "") if table is None else (table.choose(shape.expected_rows), table.source)
+    name = scheme.name if scheme.weight.quantized else str(dtype).removeprefix("torch.")
+    table = find_table(*sizes, device, name, tiles)
+    return (None, "") if table is None else (table.choose(expected_rows), table.source)
+
+
+def reads_pool(
+    weights: ExpertWeights, dtype: torch.dtype, expected_rows: int, tiles: ExpertTiles | Path | None = None
+) -> bool:
+    """Whether the kernels for a few rows read those of a pool where they are, by tiles as of `KernelExperts`: Hopper's
+    pack them first. Local."""
+    scheme, (_, hidden, stored) = weights.scheme, weights.w2.values.shape
+    sizes, device = (scheme.weight.row_width(stored), hidden), weights.w2.values.device
+    wanted, _ = _wanted_tiles(scheme, dtype, sizes, device, expected_rows, tiles)
+    return wanted is None or wanted.backend != HOPPER_TILES.backend
 
 
 def choose_backend(
     shape: CallShape, backends: Sequence[Backend], tiles: ExpertTiles | Path | None
 ) -> tuple[Backend, ExpertTiles]:
     """The backend of calls of this shape, and its tiles; arguments and errors as of `KernelExperts`. Local."""
-    wanted, source = _wanted_tiles(shape, tiles)
+    sizes = shape.intermediate, shape.hidden
+    wanted, source = _wanted_tiles(shape.scheme, shape.dtype, sizes, shape.device, shape.expected_rows, tiles)
     if wanted is not None and wanted.backend:
         named = {backend.name: backend for backend in backends}.get(wanted.backend)
         reason = f"these experts compute by '{backends[-1].name}' kernels" if named is None else named.obstacle(shape)

@@ -54,7 +54,7 @@ class RoutedPacking:
 
     Args:
         x: [N, H], or `Quantized`. topk_ids, topk_weights: [N, K]. Nothing is kept of them but their kind.
-        pooled: the experts read a few rows of a pool as fast as packed ones.
+        pooled: the experts read the few rows of a pool as fast as packed ones.
 
     Attributes:
         template: of the batches, whose memory also has what the sum of their results needs.
