@@ -30,19 +30,9 @@ from ep_moe.layout.triton import (
 from ep_moe.quant import Quantized
 from ep_moe.quant.triton import QuantizeShape, largest_or_scale, quantize_launch
 
-# names of the launches' tensors, in their order; of few tokens, whose rows are listed at once, and of others
-_LISTED = Placed(
-    ids="ids",
-    weights="weights",
-    local_ids="local_ids",
-    local_weights="topk_weights",
-    before=None,
-    expert_num_tokens="expert_num_tokens",
-    expert_row_start="expert_row_start",
-    token_to_row="token_to_row",
-    row_index="row_index",
-)
-_COUNTED = _LISTED._replace(before="before", token_to_row=None, row_index=None)
+# names of the launches' tensors, in their order
+_COUNTED = Placed("ids", "weights", "local_ids", "topk_weights", "before", "expert_num_tokens", "expert_row_start")
+_LISTED = _COUNTED._replace(before=None, token_to_row="token_to_row", row_index="row_index")  # of a few tokens
 QUANTIZED = ("tokens", "number", "values", "values_scale:bytes")
 
 
