@@ -15,12 +15,12 @@ from ep_moe.experts.grouped_gemm import Backend, CallShape
 from ep_moe.experts.prepared_rows import inner_order, inner_width
 from ep_moe.experts.requantize import prepare_requantize, prepare_tile_list
 from ep_moe.experts.tile_tables import find_table, log_once
-from ep_moe.experts.tuning import HOPPER_TILES, ExpertTiles
+from ep_moe.experts.tuning import ExpertTiles
 from ep_moe.kernel_launch.sequence import LaunchSequence
 from ep_moe.kernels.gemm.arguments import ExpertScalars, Operands, Rows, Stored, TileList
 from ep_moe.layout import ExpertBatch
 from ep_moe.layout.triton import prepare_weighted_sum
-from ep_moe.quant import QuantScheme, as_bytes
+from ep_moe.quant import as_bytes
 from ep_moe.weights import ExpertWeights
 
 _NAMES = {  # field of a batch -> name of an argument, where they differ
@@ -54,39 +54,20 @@ def with_dense_rows(batch: ExpertBatch) -> ExpertBatch:
     return dataclasses.replace(batch, x=batch.x.contiguous())
 
 
-def _wanted_tiles(
-    scheme: QuantScheme,
-    dtype: torch.dtype,
-    sizes: tuple[int, int],
-    device: torch.device,
-    expected_rows: int,
-    tiles: ExpertTiles | Path | None,
-) -> tuple[ExpertTiles | None, str]:
-    """The tiles themselves, or those of the table for these sizes, I and H, whose file is the second result."""
+def _wanted_tiles(shape: CallShape, tiles: ExpertTiles | Path | None) -> tuple[ExpertTiles | None, str]:
+    """The tiles themselves, or those of the table for this shape, whose file is the second result."""
     if isinstance(tiles, ExpertTiles):
         return tiles, ""
-    name = scheme.name if scheme.weight.quantized else str(dtype).removeprefix("torch.")
-    table = find_table(*sizes, device, name, tiles)
-    return (None, "") if table is None else (table.choose(expected_rows), table.source)
-
-
-def reads_pool(
-    weights: ExpertWeights, dtype: torch.dtype, expected_rows: int, tiles: ExpertTiles | Path | None = None
-) -> bool:
-    """Whether the kernels for a few rows read those of a pool where they are, by tiles as of `KernelExperts`: Hopper's
-    pack them first. Local."""
-    scheme, (_, hidden, stored) = weights.scheme, weights.w2.values.shape
-    sizes, device = (scheme.weight.row_width(stored), hidden), weights.w2.values.device
-    wanted, _ = _wanted_tiles(scheme, dtype, sizes, device, expected_rows, tiles)
-    return wanted is None or wanted.backend != HOPPER_TILES.backend
+    name = shape.scheme.name if shape.scheme.weight.quantized else str(shape.dtype).removeprefix("torch.")
+    table = find_table(shape.intermediate, shape.hidden, shape.device, name, tiles)
+    return (None, "") if table is None else (table.choose(shape.expected_rows), table.source)
 
 
 def choose_backend(
     shape: CallShape, backends: Sequence[Backend], tiles: ExpertTiles | Path | None
 ) -> tuple[Backend, ExpertTiles]:
     """The backend of calls of this shape, and its tiles; arguments and errors as of `KernelExperts`. Local."""
-    sizes = shape.intermediate, shape.hidden
-    wanted, source = _wanted_tiles(shape.scheme, shape.dtype, sizes, shape.device, shape.expected_rows, tiles)
+    wanted, source = _wanted_tiles(shape, tiles)
     if wanted is not None and wanted.backend:
         named = {backend.name: backend for backend in backends}.get(wanted.backend)
         reason = f"these experts compute by '{backends[-1].name}' kernels" if named is None else named.obstacle(shape)

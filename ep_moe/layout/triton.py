@@ -37,7 +37,7 @@ _MERGE_IDS = 1024  # ids that one program merges
 _BLOCK_COMPARISONS = 4096  # of ids, by which a token's program finds its rows' order within the block of tokens
 _BLOCK_IDS = 512  # the most ids of a block
 _MOST_BLOCKS = 4  # of tokens that one program merges and counts: more take several kernels
-_LISTED_PAIRS = 128  # the most whose rows the program that counts them also lists: it compares each with each
+_FEW_PAIRS = 128  # of tokens and experts, which each program that copies a token compares with each other
 _FEWEST_BINS = 32  # of a histogram: one for each thread of a warp
 _COUNTED_EXPERTS = 32  # experts that one program counts
 _SUMMED_COUNTS = 4096  # counts that are summed at a time
@@ -94,10 +94,10 @@ def block_tokens(num_topk: int) -> int:
     return max(min(_BLOCK_COMPARISONS // columns**2, _BLOCK_IDS // columns), 1)
 
 
-def _ids_constants(experts: int, num_topk: int, tokens: int | None = None) -> Ids:
-    """How kernels read ids [N, K] in blocks of `tokens`, by default `block_tokens`."""
+def _ids_constants(experts: int, num_topk: int) -> Ids:
+    """How kernels read ids [N, K] in blocks of tokens."""
     columns = triton.next_power_of_2(num_topk)
-    return Ids(L=experts, K=num_topk, COLUMNS=columns, TOKENS=tokens or block_tokens(num_topk))
+    return Ids(L=experts, K=num_topk, COLUMNS=columns, TOKENS=block_tokens(num_topk))
 
 
 def _placement(frame: Frame) -> tuple[int, int, Layout]:
@@ -163,10 +163,10 @@ def is_one_launch(ids_shape: torch.Size) -> bool:
     return num_tokens <= _MOST_BLOCKS * block_tokens(num_topk)
 
 
-def listed_in_one_launch(ids_shape: torch.Size) -> bool:
-    """Whether the program that merges and counts ids [N, K] can also list the rows of experts."""
+def are_few(ids_shape: torch.Size) -> bool:
+    """Whether programs that copy tokens with ids [N, K] find their rows on their own."""
     num_tokens, num_topk = map(triton.next_power_of_2, ids_shape)
-    return num_tokens * num_topk <= _LISTED_PAIRS
+    return num_tokens * num_topk <= _FEW_PAIRS
 
 
 class PlaceShape(NamedTuple):
@@ -183,25 +183,17 @@ class PlaceShape(NamedTuple):
     height: int  # rows of an expert if BATCHED
     alignment: int  # of starts if not
     batched: bool
-    listed: bool = False  # whether rows are listed, and not only counted
 
     @classmethod
     def of(
-        cls,
-        ids_shape: torch.Size,
-        own: tuple[int, int],
-        strides: tuple[int, int],
-        frame: Frame,
-        *,
-        listed: bool = False,
+        cls, ids_shape: torch.Size, own: tuple[int, int], strides: tuple[int, int], frame: Frame
     ) -> "PlaceShape | None":
         """The shape of a launch for ids [N, K]; None if they are too many for one program."""
         if not is_one_launch(ids_shape):
             return None
         batched = frame.layout is Layout.BATCHED
         own_experts = frame.num_local_experts
-        num_tokens, num_topk = ids_shape
-        return cls(num_tokens, num_topk, own_experts, own, strides, frame.height, frame.alignment, batched, listed)
+        return cls(ids_shape[0], ids_shape[1], own_experts, own, strides, frame.height, frame.alignment, batched)
 
     @property
     def settings(self) -> tuple[int, ...]:
@@ -211,13 +203,18 @@ class PlaceShape(NamedTuple):
     @property
     def constants(self) -> dict[str, Any]:
         """Those of the kernel."""
-        tokens = triton.next_power_of_2(self.num_tokens) if self.listed else block_tokens(self.num_topk)
         return {
-            "IDS": _ids_constants(self.experts, self.num_topk, tokens),
+            "IDS": _ids_constants(self.experts, self.num_topk),
             "EXPERTS": max(triton.next_power_of_2(self.experts + 1), _FEWEST_BINS),
-            "BLOCKS": triton.cdiv(self.num_tokens, tokens),
+            "BLOCKS": triton.cdiv(self.num_tokens, block_tokens(self.num_topk)),
             "BATCHED": self.batched,
         }
+
+    @property
+    def constants_of_few(self) -> dict[str, Any]:
+        """Those of one block with all tokens."""
+        ids = self.constants["IDS"]._replace(TOKENS=triton.next_power_of_2(self.num_tokens))
+        return self.constants | {"IDS": ids, "BLOCKS": 1}
 
 
 Step = tuple[Kernel, tuple[Any, ...]]  # a launch with the names of its tensors
@@ -233,18 +230,16 @@ def place_launches(
     ids_dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[PlaceShape | None, list[Step]]:
-    """The launches of `merge_repeats` and `_count_rows` over tensors of these names: one, and its shape, or three. One
-    also lists the rows if `names` has a row_index."""
-    shape = PlaceShape.of(ids_shape, own, strides, frame, listed=names.row_index is not None)
+    """The launches of `merge_repeats` and `_count_rows` over tensors of these names: one, and its shape, or three."""
+    shape = PlaceShape.of(ids_shape, own, strides, frame)
     if shape is not None:
         settings, constants = shape.settings, shape.constants
         one = Kernel(_merge_and_place_kernel, 1, settings=settings, constants=constants, device=device, early=True)
         return shape, [(one, (names,))]
     merge = _merge_launch(tuple(ids_shape), own, strides, ids_dtype, device)
     count, add = _count_launches(tuple(ids_shape), frame.num_local_experts, _placement(frame), _SUMMED_COUNTS, device)
-    counts = names.before, names.expert_num_tokens, names.expert_row_start
     merged = names._replace(before=None, expert_num_tokens=None, expert_row_start=None)
-    return None, [(merge, (merged,)), (count, (names.local_ids, names.before)), (add, counts)]
+    return None, [(merge, (merged,)), (count, (names.local_ids, names.before)), (add, names[4:7])]
 
 
 def row_unit(x: torch.Tensor) -> int:
@@ -375,6 +370,13 @@ class CopyShape(NamedTuple):
             out_rows=frame.num_rows,
         )
 
+    @property
+    def words(self) -> tuple[Words, int, int]:
+        """How a row is copied: programs of a token, and the warps of each."""
+        block, num_warps = copy_block(self.row_words)
+        programs = triton.cdiv(self.row_words, block) if self.copied else 1
+        return Words(ROW=self.row_words, UNIT=self.unit, BLOCK=block), programs, num_warps
+
 
 @functools.lru_cache(maxsize=_MOST_LAUNCHES)
 def copy_launch(shape: CopyShape, scale_dtype: torch.dtype | None, device: torch.device) -> Kernel:
@@ -384,15 +386,15 @@ def copy_launch(shape: CopyShape, scale_dtype: torch.dtype | None, device: torch
     absent ones.
     """
     del scale_dtype  # Triton reads it off the tensors of the first call
-    words, num_warps = copy_block(shape.row_words)
+    words, programs, num_warps = shape.words
     groups = triton.next_power_of_2(max(shape.groups, 1))
     return Kernel(
         _pack_rows_kernel,
-        (shape.num_tokens, triton.cdiv(shape.row_words, words) if shape.copied else 1),
+        (shape.num_tokens, programs),
         settings=(shape.height, shape.out_rows, *shape.strides),
         constants={
             "IDS": _ids_constants(shape.experts, shape.num_topk),
-            "WORDS": Words(ROW=shape.row_words, UNIT=shape.unit, BLOCK=words),
+            "WORDS": words,
             "SCALES": ScaleGroups(G=shape.groups, GROUPS=groups),
         },
         options={"num_warps": num_warps},

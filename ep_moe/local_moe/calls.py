@@ -63,7 +63,7 @@ def local_moe(
     """
     routing, tokens_in_sum = _of_rows(x, routing)
     chosen = layout, local_expert_offset, num_local_experts, num_experts, dtype, tokens_in_sum
-    plans, kind_key = _plans(), _key_of(x, routing, weights, experts, chosen)
+    plans, kind_key = _plans(), _key_of(x, routing, weights, chosen)
     key = kind_key, id(weights), id(experts), out if out is None else (out.shape, out.stride(), out.dtype, out.device)
     ids, factors = routing.topk_ids, routing.topk_weights
     call: JoinedCall | None = plans.get(key)
@@ -71,7 +71,7 @@ def local_moe(
         result = call(call.inputs(x, ids, factors, weights.w13_input_scale), out)
         if result is not None:
             return result
-    kind = _kind_of(kind_key, x, routing, weights, experts, chosen)
+    kind = _kind_of(kind_key, x, routing, weights, chosen)
     packing = kind.packing
     batch = None if packing is None else packing.pack(x, ids, factors, weights.w13_input_scale)
     if packing is not None and batch is not None:
@@ -110,7 +110,7 @@ def repeated_call(
     """
     routing, tokens_in_sum = _of_rows(x, routing)
     chosen = _Chosen(tokens_in_sum=tokens_in_sum, **options)
-    kind = _kind_of(_key_of(x, routing, weights, experts, chosen), x, routing, weights, experts, chosen)
+    kind = _kind_of(_key_of(x, routing, weights, chosen), x, routing, weights, chosen)
     if kind.packing is None:
         return None
     tensors = kind.packing.inputs(x, routing.topk_ids, routing.topk_weights, weights.w13_input_scale)
@@ -140,7 +140,7 @@ def local_rows(
     Local, on the current stream. On a GPU no host sync, and safe in CUDA graphs, if `experts` is.
     """
     chosen = _Chosen(**options)
-    kind = _kind_of(_key_of(x, routing, weights, experts, chosen), x, routing, weights, experts, chosen)
+    kind = _kind_of(_key_of(x, routing, weights, chosen), x, routing, weights, chosen)
     packing = kind.packing
     if packing is not None:
         batch = packing.pack(x, routing.topk_ids, routing.topk_weights, weights.w13_input_scale)
@@ -219,53 +219,38 @@ def _schemes(x: torch.Tensor | Quantized) -> tuple[QuantScheme, ...]:
 
 
 def _key_of(
-    x: torch.Tensor | Quantized,
-    routing: Routing,
-    weights: ExpertWeights,
-    experts: Experts,
-    chosen: tuple[Any, ...],
+    x: torch.Tensor | Quantized, routing: Routing, weights: ExpertWeights, chosen: tuple[Any, ...]
 ) -> tuple[object, ...]:
     """Cache key of a kind: type, scheme, shapes, strides and dtypes of tensors, and the other arguments."""
     ids = routing.topk_ids
     routed = routing.signature or (ids.shape, ids.dtype, ids.device, ids.stride(), routing.topk_weights.stride())
-    of_weights = id(weights.scheme), weights.w2.values.shape, weights.w13_input_scale is None
+    of_weights = id(weights.scheme), weights.num_local_experts, weights.w13_input_scale is None
     if isinstance(x, Quantized):
         values, scale = x.values, x.scale
         tokens: tuple[object, ...] = values.shape, values.stride(), values.device, scale.stride(), id(x.scheme)
     else:
         tokens = x.shape, x.stride(), x.device, x.dtype
-    return tokens, routed, of_weights, type(experts), chosen
+    return tokens, routed, of_weights, chosen
 
 
 def _kind_of(
-    key: object,
-    x: torch.Tensor | Quantized,
-    routing: Routing,
-    weights: ExpertWeights,
-    experts: Experts,
-    chosen: tuple[Any, ...],
+    key: object, x: torch.Tensor | Quantized, routing: Routing, weights: ExpertWeights, chosen: tuple[Any, ...]
 ) -> _Kind:
     """The kind of a call, by its `_key_of`, made and checked once for all of its calls."""
     plans = _plans()
     kind: _Kind | None = plans.get(key)
     if kind is None:
         sizes = _check(x, routing, weights, chosen)
-        packing = _new_packing(x, routing, weights, experts, sizes)
-        kind = plans.keep(key, _Kind(packing, sizes), alive=(weights.scheme, *_schemes(x)))
+        kind = plans.keep(key, _Kind(_new_packing(x, routing, sizes), sizes), alive=(weights.scheme, *_schemes(x)))
     return kind
 
 
-def _new_packing(
-    x: torch.Tensor | Quantized, routing: Routing, weights: ExpertWeights, experts: Experts, sizes: PackingSizes
-) -> "RoutedPacking | None":
+def _new_packing(x: torch.Tensor | Quantized, routing: Routing, sizes: PackingSizes) -> "RoutedPacking | None":
     if not routing.topk_ids.is_cuda or not packable(x, routing.topk_ids, routing.topk_weights, sizes):
         return None
-    from ep_moe.experts.kernels import KernelExperts
-    from ep_moe.experts.prepared import reads_pool
     from ep_moe.local_moe.routed import RoutedPacking
 
-    pooled = isinstance(experts, KernelExperts) and reads_pool(weights, sizes.dtype, sizes.expected_rows, experts.tiles)
-    return RoutedPacking(x, routing.topk_ids, routing.topk_weights, sizes, pooled=pooled)
+    return RoutedPacking(x, routing.topk_ids, routing.topk_weights, sizes)
 
 
 def _check(

@@ -66,7 +66,8 @@ def join(
 ) -> LaunchSequence | None:
     """The launches of packing, experts and sum as one sequence; None if a kernel is not loaded yet.
 
-    What comes before the copy of rows is one launch there, of a kernel of its own, which is loaded here.
+    What comes before the copy of rows, of few tokens also the copy, is one launch there, of a kernel of its own, which
+    is loaded here.
 
     Args:
         summed: the sum's launch. tensors: `inputs` of a call, with which that kernel is tried. routing: launches
@@ -81,13 +82,14 @@ def join(
         of_routing = {name: f"0:{name}" for name in _FOUND if name in routing.pieces}
     start = None
     if packing.placing is not None:
-        start = start_launch(packing.placing, packing.quantizing, call.row_tiles, packing.ids_dtype, packing.device)
-        names = placed, tiles, quantizing = start_names(packing.placed, quantized=packing.quantizing is not None)
+        shapes = packing.placing, packing.quantizing, packing.copying
+        start = start_launch(*shapes, call.row_tiles, packing.ids_dtype, packing.device)
+        names = placed, tiles, tokens = start_names(packing)
         prefix, last = f"{len(parts) + 1}:", f"{len(parts) + 2}:"
-        whole_names = {name: f"{prefix}{name}" for name in (*placed, *quantizing) if name is not None} | of_routing
+        whole_names = {name: f"{prefix}{name}" for name in (*placed, *tokens) if name is not None} | of_routing
         whole_names |= {name: name.replace("tiles:", last) for name in tiles}
         parts.append((LaunchSequence([(start, names)], (), {}, packing.device), whole_names))
-        packed, computed = packed.behind(1 + (packing.quantizing is not None)), computed.behind(1)
+        packed, computed = packed.behind(sum(shape is not None for shape in shapes)), computed.behind(1)
     prefix, given = str(len(parts)), packed.given
     parts.append((packed, of_routing))
     of_batch = {name: of_routing.get(piece, f"{prefix}:{piece}") for name, piece in packing.names.items()}

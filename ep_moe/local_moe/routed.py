@@ -20,9 +20,9 @@ from ep_moe.layout.triton import (
     CopyShape,
     PlaceShape,
     Step,
+    are_few,
     block_tokens,
     copy_launch,
-    listed_in_one_launch,
     place_launches,
     prepare_weighted_sum,
     weighted_sum,
@@ -30,42 +30,32 @@ from ep_moe.layout.triton import (
 from ep_moe.quant import Quantized
 from ep_moe.quant.triton import QuantizeShape, largest_or_scale, quantize_launch
 
-# names of the launches' tensors, in their order
-_COUNTED = Placed("ids", "weights", "local_ids", "topk_weights", "before", "expert_num_tokens", "expert_row_start")
-_LISTED = _COUNTED._replace(before=None, token_to_row="token_to_row", row_index="row_index")  # of a few tokens
-QUANTIZED = ("tokens", "number", "values", "values_scale:bytes")
+PLACED = Placed("ids", "weights", "local_ids", "topk_weights", "before", "expert_num_tokens", "expert_row_start")
+QUANTIZED = ("tokens", "number", "values", "values_scale:bytes")  # names of the launches' tensors, in their order
 
 
 class RoutedPacking:
     """Packs the tokens of this rank for inputs of one kind: their shapes, strides and dtypes are those of a first one.
 
-    In layout FLAT, and of few tokens in COMPACT if `pooled`, rows are not copied, only listed; the batches are COMPACT
-    ones with a `row_index`, summed here.
+    In layout FLAT rows are not copied, only listed; the batches are COMPACT ones with a `row_index`, summed here.
 
     Args:
         x: [N, H], or `Quantized`. topk_ids, topk_weights: [N, K]. Nothing is kept of them but their kind.
-        pooled: the experts read the few rows of a pool as fast as packed ones.
 
     Attributes:
         template: of the batches, whose memory also has what the sum of their results needs.
         sequence: the launches, over `inputs`: of `quantizing`, if tokens are quantized, of `placing`, and others.
         names: of the sequence's tensors that a batch consists of, by their names in `PreparedCall`.
-        placed: names of the tensors of placing.
         placing: the launch that merges repeats and counts; None if that takes several.
         quantizing: the launch that quantizes tokens, None if there is none.
+        copying: the launch that copies few tokens to their rows, which that of `placing` could do, too; None if not.
         new_result: allocates what `weighted_sum` returns.
         device: of all tensors. ids_dtype: of `topk_ids`.
     Errors: ValueError unless `packable`. Local; nothing is launched.
     """
 
     def __init__(
-        self,
-        x: torch.Tensor | Quantized,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        sizes: PackingSizes,
-        *,
-        pooled: bool,
+        self, x: torch.Tensor | Quantized, topk_ids: torch.Tensor, topk_weights: torch.Tensor, sizes: PackingSizes
     ) -> None:
         if not packable(x, topk_ids, topk_weights, sizes):
             raise ValueError(f"tokens for layout {sizes.layout.value} are empty, or their rows have gaps")
@@ -82,6 +72,7 @@ class RoutedPacking:
         self._launches: list[Step] = []
         self.placing: PlaceShape | None = None
         self.quantizing: QuantizeShape | None = None
+        self.copying: CopyShape | None = None
         source = "tokens"
         if self._quantizes:
             source = "values"
@@ -92,20 +83,20 @@ class RoutedPacking:
             local_topk_ids=torch.empty(num_tokens, num_topk, dtype=torch.int32, device="meta"),
             topk_weights=torch.empty(num_tokens, num_topk, dtype=torch.float32, device="meta"),
         )
-        apart = not pooled or sizes.layout is Layout.BATCHED or isinstance(x, Quantized)
-        listed = not apart and listed_in_one_launch(topk_ids.shape)
-        self.placed, layout = (_LISTED, Layout.FLAT) if listed else (_COUNTED, sizes.layout)
-        frame = make_frame(rows, layout, num_local_experts=sizes.num_local_experts, capacity=sizes.capacity)
+        experts, capacity = sizes.num_local_experts, sizes.capacity
+        frame = make_frame(rows, sizes.layout, num_local_experts=experts, capacity=capacity)
         self._place(frame, topk_ids, topk_weights)
         self.names = {"row_start": "expert_row_start", "num_tokens": "expert_num_tokens"}
         fields = {"scheme": sizes.scheme, "dtype": sizes.dtype, "expected_rows": sizes.expected_rows}
         self._where_they_are: dict[str, str] = {}  # fields of a batch whose tensors are not copied
-        if layout is Layout.FLAT:
+        if sizes.layout is Layout.FLAT:
             self._list(frame, rows)
             self.names |= {"x": source, "x_scale": f"{source}_scale", "row_index": "row_index"}
             self._where_they_are = {"x": source} if scale is None else {"x": source, "scale": f"{source}_scale"}
         else:
-            self._copy(frame, rows, source)
+            shape = self._copy(frame, rows, source)
+            if sizes.layout is Layout.COMPACT and isinstance(x, torch.Tensor) and are_few(topk_ids.shape):
+                self.copying = shape
             self.names |= {"x": "x", "x_scale": "scale"}
             fields["row_index"] = None
         if scale is None:
@@ -138,32 +129,31 @@ class RoutedPacking:
         (num_tokens, num_topk), experts = topk_ids.shape, frame.num_local_experts
         for name, kind in (("local_ids", torch.int32), ("topk_weights", torch.float32), ("token_to_row", torch.int32)):
             self._pieces[name] = (num_tokens, num_topk), kind
-        if self.placed.before is not None:
-            self._pieces["before"] = (triton.cdiv(num_tokens, block_tokens(num_topk)), experts), torch.int32
+        self._pieces["before"] = (triton.cdiv(num_tokens, block_tokens(num_topk)), experts), torch.int32
         counts = "expert_num_tokens", "expert_row_start"
         self._pieces |= dict.fromkeys(counts, ((experts,), torch.int32))
         own, strides = (self._sizes.first, self._sizes.first + experts), (topk_ids.stride(0), topk_weights.stride(0))
         like: dict[str, Any] = {"ids_dtype": topk_ids.dtype, "device": self.device}
-        self.placing, launches = place_launches(self.placed, topk_ids.shape, own, strides, frame, **like)
+        self.placing, launches = place_launches(PLACED, topk_ids.shape, own, strides, frame, **like)
         self._launches += launches
 
-    def _copy(self, frame: Frame, rows: TokenRows, source: str) -> None:
-        """Add the launch that fills the batch from tensors of these names."""
+    def _copy(self, frame: Frame, rows: TokenRows, source: str) -> CopyShape:
+        """Add the launch that fills the batch from tensors of these names; returns its shape."""
         lead = 0 if frame.layout is Layout.BATCHED else 1  # leading dimensions of the frame that the batch lacks
         self._pieces["x"] = frame.x.shape[lead:], frame.x.dtype
         if frame.scale is not None:
             self._pieces["scale"] = frame.scale.mT.shape[lead:], frame.scale.dtype
-        launch = copy_launch(CopyShape.of(rows, frame), None if rows.scale is None else rows.scale.dtype, self.device)
+        shape = CopyShape.of(rows, frame)
+        launch = copy_launch(shape, None if rows.scale is None else rows.scale.dtype, self.device)
         places = Places("local_ids", "before", "expert_row_start")
         copied = f"{source}:words", f"{source}_scale:bytes"
         self._launches.append((launch, (places, *copied, "token_to_row", None, "x:words", "scale:bytes")))
+        return shape
 
     def _list(self, frame: Frame, rows: TokenRows) -> None:
-        """Add the launch that finds the rows of each expert, unless placing lists them."""
+        """Add the launch that finds the rows of each expert."""
         assert frame.row_index is not None
         self._pieces["row_index"] = frame.row_index.shape, torch.int32
-        if self.placed is _LISTED:
-            return
         shape = CopyShape.of(dataclasses.replace(rows, scale=None), frame, copied=False)
         places = Places("local_ids", "before", "expert_row_start")
         names = places, None, None, "token_to_row", "row_index", None, None

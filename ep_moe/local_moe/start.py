@@ -1,4 +1,5 @@
-"""The launcher of the kernel that does in one launch what comes before the copy of rows: lists and quantization."""
+"""The launcher of the kernel that does in one launch what comes before the copy of rows, lists and quantization; of a
+few tokens also the copy."""
 
 import functools
 from typing import Any
@@ -9,44 +10,52 @@ from ep_moe.kernel_launch.kernel import Kernel
 from ep_moe.kernels.gemm.arguments import TileList
 from ep_moe.kernels.local.start import Lists, _start_call_kernel
 from ep_moe.kernels.rows.permute import Placed
-from ep_moe.kernels.rows.quantize import Quantizing, Scaling
-from ep_moe.layout.triton import PlaceShape
-from ep_moe.local_moe.routed import QUANTIZED
+from ep_moe.kernels.rows.quantize import Quantizing
+from ep_moe.layout.triton import CopyShape, PlaceShape
+from ep_moe.local_moe.routed import PLACED, QUANTIZED, RoutedPacking
 from ep_moe.quant.triton import QuantizeKernel, QuantizeShape
 
 _MOST_LAUNCHES = 512
 _LEAST_WARPS = 4  # of the program that makes the lists
-_NOTHING: dict[str, Any] = {"GROUPS": None, "SCALING": Scaling()}
 _TILES = TileList(*(f"tiles:{name}" for name in TileList._fields))
 
 
-def start_names(placed: Placed, *, quantized: bool) -> tuple[Placed, TileList, Quantizing]:
+def start_names(packing: RoutedPacking) -> tuple[Placed, TileList, Quantizing]:
     """Names of the tensors that the launch takes, of packing and of the experts' tile list, in their order."""
-    return placed, _TILES, Quantizing(*(QUANTIZED if quantized else [None] * len(QUANTIZED)))
+    few, tokens = packing.copying is not None, Quantizing(None, None, None, None)
+    if packing.quantizing is not None:
+        tokens = Quantizing(*QUANTIZED)._replace(**({"data": "x", "scale": "scale:bytes"} if few else {}))
+    elif few:
+        tokens = tokens._replace(x="tokens:words", data="x:words")
+    return PLACED._replace(before=None, token_to_row="token_to_row") if few else PLACED, _TILES, tokens
 
 
 @functools.lru_cache(maxsize=_MOST_LAUNCHES)
 def start_launch(
     placing: PlaceShape,
     quantizing: QuantizeShape | None,
+    copying: CopyShape | None,
     row_tiles: tuple[int, int],
     ids_dtype: torch.dtype,
     device: torch.device,
 ) -> Kernel:
     """The launch for these shapes, and row tiles as of `PreparedCall`; it takes tensors as `start_names` says."""
     del ids_dtype  # Triton reads it off the tensors of the first call
-    (max_tiles, block_m), placed = row_tiles, placing.constants
-    programs, num_warps, stride, constants = 1, _LEAST_WARPS, 0, _NOTHING
+    (max_tiles, block_m), placed = row_tiles, placing.constants if copying is None else placing.constants_of_few
+    constants: dict[str, Any] = {"GROUPS": None, "SCALING": None}
+    programs, num_warps, stride = 0, _LEAST_WARPS, 0
     if quantizing is not None:
-        kernel = QuantizeKernel.of(quantizing)
-        programs, num_warps, stride = 1 + kernel.programs, max(kernel.num_warps, num_warps), quantizing.stride
-        constants = kernel.constants
+        programs, num_warps, constants = QuantizeKernel.of(quantizing, few=copying is not None)
+        stride = quantizing.stride
+    elif copying is not None:
+        constants["GROUPS"], programs, num_warps = copying.words
+        programs, stride = programs * copying.num_tokens, copying.strides[0]
     return Kernel(
         _start_call_kernel,
-        programs,
+        1 + programs,
         settings=(*placing.settings, max_tiles, stride),
         constants={"IDS": placed.pop("IDS"), "LISTS": Lists(**placed, BLOCK_M=block_m), **constants},
-        options={"num_warps": num_warps},
+        options={"num_warps": max(num_warps, _LEAST_WARPS)},
         device=device,
         early=True,
     )

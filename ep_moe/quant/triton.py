@@ -68,21 +68,22 @@ class QuantizeKernel(NamedTuple):
     constants: dict[str, Any]
 
     @classmethod
-    def of(cls, shape: QuantizeShape) -> "QuantizeKernel":
-        """The kernel of this shape."""
+    def of(cls, shape: QuantizeShape, *, few: bool = False) -> "QuantizeKernel":
+        """The kernel of this shape; each program has groups of one token if they are few."""
         stored, num_tokens, width = shape.stored, shape.num_tokens, shape.width
         group, groups = stored.block[1] if stored.granularity == "group" else width, stored.num_groups(width)
         if stored.family == "micro":
             assert not shape.static
-            tokens = min(_MICRO_TOKENS, triton.next_power_of_2(num_tokens))
+            tokens = 1 if few else min(_MICRO_TOKENS, triton.next_power_of_2(num_tokens))
             columns = max(min(_PROGRAM_COLUMNS // tokens, triton.next_power_of_2(width)), group)
             programs = triton.cdiv(num_tokens, tokens) * triton.cdiv(width, columns)
             num_warps = max(tokens * columns // stored.packed // (32 * _THREAD_COLUMNS), 1)
             tile = MicroTile(H=width, WIDTH=group, TOKENS=tokens, COLUMNS=columns)
             return cls(programs, num_warps, {"GROUPS": tile, "SCALING": Scaling(MICRO=True)})
         columns = triton.next_power_of_2(group)
-        program_groups = min(max(_PROGRAM_COLUMNS // columns, 1), triton.next_power_of_2(num_tokens * groups))
-        programs = triton.cdiv(num_tokens * groups, program_groups)
+        parts, of_part = (num_tokens, groups) if few else (1, num_tokens * groups)  # no program has groups of two parts
+        program_groups = min(max(_PROGRAM_COLUMNS // columns, 1), triton.next_power_of_2(of_part))
+        programs = parts * triton.cdiv(of_part, program_groups)
         num_warps = min(max(program_groups * columns // (32 * _THREAD_COLUMNS), 1), _MAX_WARPS)
         scale = "static" if shape.static else "tensor" if stored.granularity == "tensor" else "own"
         found = Groups(H=width, WIDTH=group, COLUMNS=columns, G=groups, BLOCK=program_groups)

@@ -20,22 +20,19 @@ from ep_moe.experts.grouped_gemm import CallShape
 from ep_moe.experts.hopper.gemms import HopperGemms
 from ep_moe.experts.kernels import KernelExperts
 from ep_moe.experts.triton import TritonGemms
-from ep_moe.kernels.gemm.arguments import TileList
-from ep_moe.kernels.rows.permute import Placed
-from ep_moe.kernels.rows.quantize import Quantizing
+from ep_moe.kernel_launch.sequence import LaunchSequence
 from ep_moe.layout import Batched, Compact, ExpertBatch, TokenRows
 from ep_moe.layout.base import PackingSizes
-from ep_moe.layout.frame import make_frame
-from ep_moe.layout.triton import PlaceShape, listed_in_one_launch, merge_repeats, pack, weighted_sum
+from ep_moe.layout.triton import merge_repeats, pack, weighted_sum
 from ep_moe.local_moe.listed_pairs import ragged_pairs, sorted_pairs
 from ep_moe.local_moe.pair_lists import PairLists
 from ep_moe.local_moe.pair_rows import pair_rows
 from ep_moe.local_moe.routed import RoutedPacking
 from ep_moe.local_moe.row_gemm import RowLists, gemm_rows
-from ep_moe.local_moe.start import start_launch
+from ep_moe.local_moe.start import start_launch, start_names
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, QuantScheme, StoredMatrix, get_scheme
-from ep_moe.quant.triton import QuantizeShape, quantize
+from ep_moe.quant.triton import quantize
 from ep_moe.routing import Routing
 from ep_moe.routing.base import Options
 from ep_moe.routing.positions import PositionTable
@@ -474,8 +471,10 @@ def _rows(
     return Case(name=name, launch=launch, payload_width_bytes=dict.fromkeys(copying, 16), excuses=excuses)
 
 
-def _routed(scheme_name: str, num_tokens: int, layout: Layout, *, experts: int = 256, topk: int = 8) -> Case:
-    """Tokens of one rank packed for its experts, quantized before, and their weighted sum."""
+def _packing(
+    scheme_name: str, num_tokens: int, layout: Layout, experts: int, topk: int
+) -> tuple[RoutedPacking, tuple[torch.Tensor, ...]]:
+    """The packing of one rank's tokens for its experts, and its tensors."""
     scheme, dtype, hidden = get_scheme(scheme_name), torch.bfloat16, 7168
     sizes = PackingSizes(
         layout=layout,
@@ -487,62 +486,45 @@ def _routed(scheme_name: str, num_tokens: int, layout: Layout, *, experts: int =
         static=False,
         expected_rows=4,
     )
+    x, weights = (_empty(num_tokens, n, dtype=t, device="cpu") for n, t in ((hidden, dtype), (topk, torch.float32)))
+    ids = _empty(num_tokens, topk, dtype=torch.int32, device="cpu")
+    return RoutedPacking(x, ids, weights, sizes), (x, ids, weights)
+
+
+def _routed(scheme_name: str, num_tokens: int, layout: Layout, *, experts: int = 256, topk: int = 8) -> Case:
+    """Tokens of one rank packed for its experts, quantized before, and their weighted sum."""
 
     def launch() -> None:
-        x, weights = (_empty(num_tokens, n, dtype=t, device="cpu") for n, t in ((hidden, dtype), (topk, torch.float32)))
-        ids = _empty(num_tokens, topk, dtype=torch.int32, device="cpu")
-        packing = RoutedPacking(x, ids, weights, sizes, pooled=False)
-        batch = packing.pack(x, ids, weights)
+        packing, tensors = _packing(scheme_name, num_tokens, layout, experts, topk)
+        batch = packing.pack(*tensors)
         assert batch is not None
-        packing.weighted_sum(_empty(*batch.output_shape, dtype=dtype, device="cpu"), batch)
+        packing.weighted_sum(_empty(*batch.output_shape, dtype=torch.bfloat16, device="cpu"), batch)
 
     copying = dict.fromkeys(("_pack_rows_kernel", "_weighted_sum_kernel"), 16)
     apart = {key: why for key, why in BYTES_APART.items() if key[0] == "_pack_rows_kernel"}
-    excuses = apart | BYTE_SCALES if scheme.payload.family == "micro" else NO_EXCUSES
+    excuses = apart | BYTE_SCALES if get_scheme(scheme_name).payload.family == "micro" else NO_EXCUSES
     name = f"packing {scheme_name}, {num_tokens} tokens, {experts} experts"
     return Case(name=name, launch=launch, payload_width_bytes=copying, excuses=excuses)
 
 
 def _start(scheme_name: str, num_tokens: int, *, experts: int = 256, topk: int = 8, hopper: bool = False) -> Case:
-    """The first launch of a call of one rank's own tokens: lists, and quantization; Hopper's kernels have counters."""
-    scheme, dtype, hidden, device = get_scheme(scheme_name), torch.bfloat16, 7168, torch.device("cpu")
-    empty = functools.partial(_empty, device="cpu")
-    max_tiles = num_tokens * topk // 16 + experts
+    """The first launch of a call of one rank's own tokens: lists, quantization, few rows; Hopper's have counters."""
 
     def launch() -> None:
-        frame = make_frame(
-            TokenRows(
-                x=torch.empty(num_tokens, hidden, dtype=dtype, device="meta"),
-                scale=None,
-                local_topk_ids=torch.empty(num_tokens, topk, dtype=torch.int32, device="meta"),
-                topk_weights=torch.empty(num_tokens, topk, device="meta"),
-            ),
-            Layout.COMPACT,
-            num_local_experts=experts,
-            capacity=num_tokens,
-            alignment=1,
-            max_rows=None,
-        )
-        ids_shape = torch.Size((num_tokens, topk))
-        listed = listed_in_one_launch(ids_shape)
-        placing = PlaceShape.of(ids_shape, (0, experts), (topk, topk), frame, listed=listed)
-        assert placing is not None
-        stored, quantizing, rows = scheme.payload, None, Quantizing(None, None, None, None)
-        if stored.quantized:
-            assert stored.dtype is not None
-            quantizing = QuantizeShape(stored, num_tokens, hidden, hidden, False, dtype)
-            values = empty(num_tokens, stored.row_values(hidden), dtype=stored.dtype)
-            kept = torch.uint8 if stored.scale_dtype.itemsize == 1 else stored.scale_dtype
-            scale = empty(stored.num_groups(hidden), num_tokens, dtype=kept)
-            rows = Quantizing(empty(num_tokens, hidden, dtype=dtype), None, values, scale)
-        names = {"weights": torch.float32, "local_weights": torch.float32}
-        placed = Placed(*(empty(num_tokens, experts, dtype=names.get(name, torch.int32)) for name in Placed._fields))
-        placed = placed._replace(**dict.fromkeys(("before",) if listed else ("token_to_row", "row_index")))
-        lists = {name: empty(max_tiles, dtype=torch.int32) for name in TileList._fields}
-        tiles = TileList(**(lists if hopper else {**lists, "stored": None, "next_tile": None, "amax": None}))
-        start_launch(placing, quantizing, (max_tiles, 16), torch.int32, device)((placed, tiles, rows))
+        packing, tensors = _packing(scheme_name, num_tokens, Layout.COMPACT, experts, topk)
+        most, like, (placed, tiles, tokens) = num_tokens * topk // 16 + experts, packing.sequence, start_names(packing)
+        assert packing.placing is not None
+        shapes = packing.placing, packing.quantizing, packing.copying
+        start = start_launch(*shapes, (most, 16), packing.ids_dtype, packing.device)
+        if not hopper:
+            tiles = tiles._replace(stored=None, next_tile=None, amax=None)
+        pieces = like.pieces | {name: ((most,), torch.int32) for name in tiles if name is not None}
+        steps = [(start, (placed, tiles, tokens))]
+        whole = LaunchSequence(steps, like.given, pieces, packing.device, aliases=like.aliases)
+        whole.run(dict(zip(like.given, packing.inputs(*tensors), strict=True)))
 
-    excuses = _excuse("narrow", FEW_BYTES, "_start_call_kernel") if scheme.payload.family == "micro" else NO_EXCUSES
+    micro = get_scheme(scheme_name).payload.family == "micro"
+    excuses = _excuse("narrow", FEW_BYTES, "_start_call_kernel") if micro else NO_EXCUSES
     name = f"start of a call, {scheme_name}, {num_tokens} tokens, {experts} experts"
     return Case(name=name, launch=launch, excuses=excuses)
 
@@ -599,6 +581,8 @@ def _row_cases() -> list[Case]:
     cases = [
         _routed("none", 16, Layout.COMPACT),
         _start("none", 256, hopper=True),
+        _start("none", 1),
+        _start("fp8_block", 16, hopper=True),
         _start("fp8_block", 128, experts=32, topk=6),
         _start("fp8_token", 16, experts=8),
         _start("nvfp4", 16),

@@ -24,8 +24,6 @@ from ep_moe.experts.tile_tables import (
     tiles_to_json,
 )
 from ep_moe.experts.tuning import HOPPER_TILES, GemmTiles
-from ep_moe.quant import StoredMatrix, get_scheme
-from ep_moe.weights import ExpertWeights
 
 GEMM = {"BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "SWAP_AB": False, "num_warps": 8, "num_stages": 2, "PROGRAMS_PER_SM": 3}
 
@@ -166,24 +164,6 @@ def test_the_package_s_tables_can_be_read() -> None:
     for path in paths:
         assert read_table(path).rows
         assert path.name.split(",")[2] == f"device_name={path.parent.name}"
-
-
-@pytest.mark.parametrize(
-    ("scheme", "hidden", "intermediate", "rows", "pooled"),
-    [("fp8_block", 7168, 2048, 1, False), ("none", 2048, 768, 8, True), ("none", 2048, 768, 9, False)],
-)
-def test_kernels_that_pack_a_few_rows_of_a_pool(
-    scheme: str, hidden: int, intermediate: int, rows: int, pooled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of the H200's tables: Hopper's kernels do. Without a table few rows are Triton's, which do not."""
-    prepared = pytest.importorskip("ep_moe.experts.prepared")
-    stored = StoredMatrix.empty(
-        (2, hidden, intermediate), get_scheme(scheme).weight, torch.bfloat16, torch.device("meta")
-    )
-    weights = ExpertWeights(w13=stored, w2=stored, scheme=get_scheme(scheme))
-    assert prepared.reads_pool(weights, torch.bfloat16, rows)
-    monkeypatch.setattr(tile_tables, "device_name", lambda _: "NVIDIA H200")
-    assert prepared.reads_pool(weights, torch.bfloat16, rows) is pooled
 
 
 def test_tiles_are_written_as_they_are_read() -> None:

@@ -71,10 +71,9 @@ def repeats(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
             found.append(len(self.launches))
         return memory
 
-    def new_packing(x: Any, routing: Routing, weights: Any, experts: Any, sizes: Any) -> RoutedPacking | None:
-        del weights, experts  # whose table names no backend here
+    def new_packing(x: Any, routing: Routing, sizes: Any) -> RoutedPacking | None:
         given = x, routing.topk_ids, routing.topk_weights, sizes
-        return RoutedPacking(*given, pooled=True) if packable(*given) else None
+        return RoutedPacking(*given) if packable(*given) else None
 
     monkeypatch.setattr(Kernel, "through_triton", through_triton)
     monkeypatch.setattr(LaunchSequence, "repeat", counted)

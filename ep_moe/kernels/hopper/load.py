@@ -14,6 +14,25 @@ _async_gather = async_copy.async_load if hasattr(async_copy, "async_load") else 
 
 
 @gluon.jit
+def _load_weights(w_desc, rows, k, step, both, pred, buffers, PIPE, ALTERNATING: gl.constexpr, OTHERS: gl.constexpr):
+    """Load a tile's weights for step k over K, from both `rows`, into the buffers of `step`, once these are empty.
+
+    The barrier then expects these, 64 or 128 rows of tokens, and OTHERS bytes. Nothing happens unless `pred`.
+    """
+    stage = step % PIPE.STAGES
+    full, column = buffers.full.index(stage), k * PIPE.BLOCK_K
+    X_BYTES: gl.constexpr = HALF_M * PIPE.BLOCK_K * buffers.x.dtype.primitive_bitwidth // 8
+    W_BYTES: gl.constexpr = PIPE.HALVES * HALF_N * PIPE.BLOCK_K * w_desc.dtype.primitive_bitwidth // 8
+    mbarrier.wait(buffers.empty.index(stage), ((step // PIPE.STAGES) & 1) ^ 1, pred=pred)
+    mbarrier.expect(full, X_BYTES + W_BYTES + OTHERS, pred=pred & (not both))
+    mbarrier.expect(full, 2 * X_BYTES + W_BYTES + OTHERS, pred=pred & both)
+    _async_load(w_desc, [rows[0], column], full, buffers.w.index(PIPE.HALVES * stage), pred=pred)
+    if PIPE.HALVES == 2:
+        other_column = column + (PIPE.STEPS * PIPE.BLOCK_K if ALTERNATING else 0)
+        _async_load(w_desc, [rows[1], other_column], full, buffers.w.index(2 * stage + 1), pred=pred)
+
+
+@gluon.jit
 def load_operands(source, rows, tiles, buffers, drawn, PIPE, EPILOGUE):
     """Load the operands of every tile that this program draws, until none is left.
 
@@ -21,8 +40,6 @@ def load_operands(source, rows, tiles, buffers, drawn, PIPE, EPILOGUE):
     copies of its step: another number would hang the program.
     """
     x_desc, w_desc, x_scale_desc, x_scale, x_scale_stride = source
-    X_BYTES: gl.constexpr = HALF_M * PIPE.BLOCK_K * x_desc.dtype.primitive_bitwidth // 8
-    W_BYTES: gl.constexpr = PIPE.HALVES * HALF_N * PIPE.BLOCK_K * w_desc.dtype.primitive_bitwidth // 8
     SCALE_BYTES: gl.constexpr = 0 if x_scale_desc is None else BLOCK_M * 4
     BY_LANE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     OVERLAPS: gl.constexpr = PIPE.ARRIVALS > 0
@@ -40,8 +57,6 @@ def load_operands(source, rows, tiles, buffers, drawn, PIPE, EPILOGUE):
         row = listed_row if PIPE.PACKED else batch_row
         put_tile(drawn, number, expert, left, row, listed_row if PIPE.FIRST else batch_row, column_tile)
         number += 1
-        if OVERLAPS and not PIPE.FIRST:
-            wait_until_stored(tiles.stored, listed, PIPE.ARRIVALS)
         if PIPE.COPIED_SCALES:
             scale_ptrs = x_scale + row + gl.arange(0, BLOCK_M, BY_LANE)
             if PIPE.SCALE_ROWS:  # the experts' matrices of scales are x_scale_stride * G elements apart
@@ -56,17 +71,20 @@ def load_operands(source, rows, tiles, buffers, drawn, PIPE, EPILOGUE):
         else:
             w_row += expert * PIPE.W
             other_w_row += expert * PIPE.W + (PIPE.N if EPILOGUE.GATED else HALF_N)
+        w_rows = w_row, other_w_row
+        ahead = 0
+        if OVERLAPS and not PIPE.FIRST:
+            if number == 1:  # the weights of the first tile arrive while the first GEMM ends
+                ahead = PIPE.STAGES if PIPE.STAGES < PIPE.STEPS else PIPE.STEPS
+                for k in range(ahead):
+                    _load_weights(w_desc, w_rows, k, k, both, True, buffers, PIPE, EPILOGUE.ALTERNATING, SCALE_BYTES)
+            wait_until_stored(tiles.stored, listed, PIPE.ARRIVALS)
         for k in range(PIPE.STEPS):
+            late = k >= ahead
+            _load_weights(w_desc, w_rows, k, step, both, late, buffers, PIPE, EPILOGUE.ALTERNATING, SCALE_BYTES)
             stage = step % PIPE.STAGES
-            full = buffers.full.index(stage)
-            mbarrier.wait(buffers.empty.index(stage), ((step // PIPE.STAGES) & 1) ^ 1)
-            if both:
-                mbarrier.expect(full, 2 * X_BYTES + W_BYTES + SCALE_BYTES)
-            else:
-                mbarrier.expect(full, X_BYTES + W_BYTES + SCALE_BYTES)
-            column = k * PIPE.BLOCK_K
+            full, column = buffers.full.index(stage), k * PIPE.BLOCK_K
             _async_load(x_desc, [row, column], full, buffers.x.index(2 * stage))
-            _async_load(w_desc, [w_row, column], full, buffers.w.index(PIPE.HALVES * stage))
             if x_scale_desc is not None:
                 _async_load(x_scale_desc, [k, row], full, buffers.x_scale.index(stage))
             elif PIPE.COPIED_SCALES:
@@ -75,10 +93,6 @@ def load_operands(source, rows, tiles, buffers, drawn, PIPE, EPILOGUE):
                 scale_ptrs += x_scale_stride
             x_other = buffers.x.index(2 * stage + 1)
             _async_load(x_desc, [row + HALF_M, column], full, x_other, pred=both)
-            if PIPE.HALVES == 2:
-                other_column = column + (PIPE.STEPS * PIPE.BLOCK_K if EPILOGUE.ALTERNATING else 0)
-                other_w = buffers.w.index(2 * stage + 1)
-                _async_load(w_desc, [other_w_row, other_column], full, other_w)
             step += 1
         t = following
     put_tile(drawn, number, 0, 0, 0, 0, 0)

@@ -48,7 +48,6 @@ class Placed(NamedTuple):
     expert_num_tokens: Any  # [L] int32, out
     expert_row_start: Any  # [L] int32, out
     token_to_row: Any = None  # [N, K] int32, out
-    row_index: Any = None  # [rows] int32, out: the token of each row
 
 
 class Places(NamedTuple):
@@ -171,29 +170,10 @@ def _sum_counts_kernel(
 
 
 @triton.jit
-def _list_rows(placed, ids, num_tokens, K: tl.constexpr):
-    """Store the row of each pair, and the token of each row, from the local ids [TOKENS, COLUMNS] of all tokens.
-
-    Example: ids [[1, 0], [1, -1]] have the rows [[1, 0], [2, -1]], of tokens [0, 0, 1].
-    """
-    COLUMNS: tl.constexpr = ids.shape[1]
-    pair = tl.arange(0, ids.shape[0] * COLUMNS)
-    token, column = pair // COLUMNS, pair % COLUMNS
-    mine = tl.reshape(ids, pair.shape)
-    own, other = mine[:, None], mine[None, :]
-    earlier = (other < own) | ((other == own) & (pair[None, :] < pair[:, None]))
-    row = tl.where(mine >= 0, tl.sum((earlier & (other >= 0)).to(tl.int32), 1), -1)
-    tl.store(placed.token_to_row + token * K + column, row, mask=(token < num_tokens) & (column < K))
-    tl.store(placed.row_index + row, token, mask=mine >= 0)
-
-
-@triton.jit
 def merge_and_place(
     placed, sizes, capacity, alignment, IDS, EXPERTS: tl.constexpr, BLOCKS: tl.constexpr, BATCHED: tl.constexpr
 ):
     """As `_merge_and_place_kernel`, by one program; returns the counts of experts [EXPERTS].
-
-    Rows are listed if there is one block and starts are not aligned.
 
     Example: L = 3 and local ids [[0, 2], [-1, 0]] are the bins 0, 2, 3, 0 of a histogram: counts [2, 0, 1].
     """
@@ -206,9 +186,7 @@ def merge_and_place(
         nowhere = tl.zeros(ids.shape, tl.int32) + IDS.L
         counted = tl.where((ids >= 0) & (tl.arange(0, IDS.COLUMNS) < IDS.K)[None, :], ids, nowhere)
         count = tl.histogram(tl.reshape(counted, [IDS.TOKENS * IDS.COLUMNS]), EXPERTS)
-        if placed.row_index is not None:
-            _list_rows(placed, ids, sizes[0], IDS.K)
-        else:
+        if placed.before is not None:
             tl.store(placed.before + expert + block * IDS.L, total, mask=is_expert)
         total += tl.where(is_expert, count, 0)
     _store_starts(placed.expert_num_tokens, placed.expert_row_start, total, is_expert, capacity, alignment, BATCHED)
@@ -232,11 +210,51 @@ def _merge_and_place_kernel(
     BLOCKS: tl.constexpr,  # B
     BATCHED: tl.constexpr,
 ):
-    """What the three kernels above store, for tokens of a few blocks, or few tokens' lists of rows: one program, in one
-    launch."""
+    """What the three kernels above store, for tokens of a few blocks: one program, in one launch."""
     start_early()
     sizes = num_tokens, first, last, ids_stride, weights_stride
     merge_and_place(placed, sizes, capacity, alignment, IDS, EXPERTS, BLOCKS, BATCHED)
+
+
+@triton.jit
+def place_few(token, leads, placed, sizes, IDS):
+    """Return the row [COLUMNS] in COMPACT of each of a token's experts, -1 none; store them if `leads`.
+
+    A program compares the token's pairs with those of all tokens, and so waits for no other program.
+    Example: ids [[1, 0], [1, -1]] have the rows [[1, 0], [2, -1]].
+    """
+    num_tokens, first, last, ids_stride, _ = sizes
+    each, column = tl.arange(0, IDS.TOKENS), tl.arange(0, IDS.COLUMNS)
+    inside = (each < num_tokens)[:, None] & (column < IDS.K)[None, :]
+    ids = tl.load(placed.ids + each[:, None] * ids_stride + column[None, :], mask=inside, other=-1)
+    repeated = (ids[:, :, None] == ids[:, None, :]) & (column[None, :] < column[:, None])[None, :, :]
+    here = (ids >= 0) & (ids >= first) & (ids < last) & (tl.sum(repeated.to(tl.int32), 2) == 0)
+    ids = tl.where(here, ids, -1)
+    mine = tl.max(tl.where((each == token)[:, None], ids, -1), 0)
+    other, own = ids[:, :, None], mine[None, None, :]
+    before = (other >= 0) & ((other < own) | ((other == own) & (each < token)[:, None, None]))
+    row = tl.where(mine >= 0, tl.sum(tl.sum(before.to(tl.int32), 0), 0), -1)
+    tl.store(placed.token_to_row + token * IDS.K + column, row, mask=(column < IDS.K) & leads)
+    return row
+
+
+@triton.jit
+def row_of(rows, k):
+    """The k-th of a token's rows [COLUMNS], int64."""
+    return tl.max(tl.where(tl.arange(0, rows.shape[0]) == k, rows, -1), 0).to(tl.int64)
+
+
+@triton.jit
+def copy_few(program, x_ptr, out_ptr, x_stride, placed, sizes, IDS, WORDS):
+    """Copy BLOCK words of one token of [N, ROW] to each of its rows of [rows, ROW]."""
+    pieces = tl.cdiv(WORDS.ROW, WORDS.BLOCK)
+    token, piece = (program // pieces).to(tl.int64), program % pieces
+    word = piece * WORDS.BLOCK + tl.arange(0, WORDS.BLOCK)
+    values = tl.load(x_ptr + token * x_stride * WORDS.UNIT + word, mask=word < WORDS.ROW)
+    rows = place_few(token, piece == 0, placed, sizes, IDS)
+    for k in tl.static_range(IDS.K):
+        row = row_of(rows, k)
+        tl.store(out_ptr + row * WORDS.ROW + word, values, mask=(word < WORDS.ROW) & (row >= 0))
 
 
 @triton.jit

@@ -21,6 +21,7 @@ from ep_moe.kernels.numerics import (
     scale_for,
     to_mxfp8,
 )
+from ep_moe.kernels.rows.permute import place_few, row_of
 
 
 class Quantizing(NamedTuple):
@@ -60,14 +61,23 @@ class Scaling(NamedTuple):
 
 
 @triton.jit
-def _quantize_groups(program, tensors, num_tokens, x_stride, GROUPS, SCALING):
-    """Quantize BLOCK groups: group i is group i % G of row i // G; the last of a row may be short."""
+def _quantize_groups(
+    program, tensors, num_tokens, x_stride, GROUPS, SCALING, height, placed, sizes, IDS, FEW: tl.constexpr
+):
+    """Quantize BLOCK groups: group i is group i % G of row i // G, or of one row if FEW; the last may be short."""
     DTYPE: tl.constexpr = tensors.data.dtype.element_ty
-    index = program.to(tl.int64) * GROUPS.BLOCK + tl.arange(0, GROUPS.BLOCK)
-    token, group = index // GROUPS.G, index % GROUPS.G
+    index = tl.arange(0, GROUPS.BLOCK)
+    if FEW:
+        pieces: tl.constexpr = (GROUPS.G + GROUPS.BLOCK - 1) // GROUPS.BLOCK
+        token, group = (program // pieces).to(tl.int64), program % pieces * GROUPS.BLOCK + index
+        is_token = group < GROUPS.G
+    else:
+        index += program.to(tl.int64) * GROUPS.BLOCK
+        token, group = index // GROUPS.G, index % GROUPS.G
+        is_token = token < num_tokens
     column = tl.arange(0, GROUPS.COLUMNS)
     inside = (
-        (token < num_tokens)[:, None]
+        is_token[:, None]
         & (column < GROUPS.WIDTH)[None, :]
         & (group[:, None] * GROUPS.WIDTH + column[None, :] < GROUPS.H)
     )
@@ -79,13 +89,28 @@ def _quantize_groups(program, tensors, num_tokens, x_stride, GROUPS, SCALING):
         scale = scale_for(tl.zeros([GROUPS.BLOCK], tl.float32) + tl.load(tensors.given), DTYPE, SCALING.POWER_OF_TWO)
     else:
         scale = scale_for(absmax(x, 1), DTYPE, SCALING.POWER_OF_TWO)
-    values_ptrs = tensors.data + (token * GROUPS.H + group * GROUPS.WIDTH)[:, None] + column[None, :]
-    tl.store(values_ptrs, quantize_to(x, scale[:, None], DTYPE), mask=inside)
-    tl.store(tensors.scale + group * num_tokens + token, scale, mask=token < num_tokens)
+    values = quantize_to(x, scale[:, None], DTYPE)
+    if FEW:
+        rows = place_few(token, program % pieces == 0, placed, sizes, IDS)
+        for k in tl.static_range(IDS.K):
+            row = row_of(rows, k)
+            _store_groups(
+                tensors, row, group, values, scale, inside & (row >= 0), is_token & (row >= 0), height, GROUPS
+            )
+    else:
+        _store_groups(tensors, token, group, values, scale, inside, is_token, height, GROUPS)
 
 
 @triton.jit
-def _quantize_micro_groups(program, tensors, num_tokens, x_stride, TILE):
+def _store_groups(tensors, row, group, values, scale, inside, is_row, height, GROUPS):
+    """Store groups [BLOCK] of their rows, or of one row."""
+    values_ptrs = tensors.data + (row * GROUPS.H + group * GROUPS.WIDTH)[:, None]
+    tl.store(values_ptrs + tl.arange(0, GROUPS.COLUMNS)[None, :], values, mask=inside)
+    tl.store(tensors.scale + group.to(tl.int64) * height + row, scale, mask=is_row)
+
+
+@triton.jit
+def _quantize_micro_groups(program, tensors, num_tokens, x_stride, TILE, height, placed, sizes, IDS, FEW: tl.constexpr):
     """Quantize TOKENS rows of COLUMNS columns to "mxfp8" or "nvfp4"; the last group of a row may be short."""
     PACKED: tl.constexpr = tensors.data.dtype.element_ty == tl.uint8
     GROUPS: tl.constexpr = TILE.COLUMNS // TILE.WIDTH
@@ -102,21 +127,30 @@ def _quantize_micro_groups(program, tensors, num_tokens, x_stride, TILE):
         scale = e4m3_group_scale(amax)
         codes = quantize_e2m1(grouped, e4m3_value(scale)[:, :, None])
         values = pack_nibbles(tl.reshape(codes, [TILE.TOKENS, TILE.COLUMNS]))
-        column = piece * (TILE.COLUMNS // 2) + tl.arange(0, TILE.COLUMNS // 2)
-        width = TILE.H // 2
+        scale = scale.to(tl.uint8, bitcast=True)
     else:
         scale = e8m0_byte(amax, E4M3_MAX_EXPONENT)
         values = tl.reshape(to_mxfp8(grouped, scale[:, :, None]), [TILE.TOKENS, TILE.COLUMNS])
-        width = TILE.H
-    values_ptrs = tensors.data + (token * width)[:, None] + column[None, :]
-    tl.store(values_ptrs, values, mask=is_token & (column < width)[None, :])
-    group = piece * GROUPS + tl.arange(0, GROUPS)
-    scale_ptrs = tensors.scale + group.to(tl.int64)[None, :] * num_tokens + token[:, None]
-    if PACKED:
-        scale = scale.to(tl.uint8, bitcast=True)
-    else:
         scale = scale.to(tl.uint8)
-    tl.store(scale_ptrs, scale, mask=is_token & (group < tl.cdiv(TILE.H, TILE.WIDTH))[None, :])
+    if FEW:
+        rows = place_few(program // pieces, piece == 0, placed, sizes, IDS)
+        for k in tl.static_range(IDS.K):
+            row = row_of(rows, k) + tl.zeros([1, 1], tl.int64)
+            _store_micro_groups(tensors, row, piece, values, scale, row >= 0, height, TILE)
+    else:
+        _store_micro_groups(tensors, token[:, None], piece, values, scale, is_token, height, TILE)
+
+
+@triton.jit
+def _store_micro_groups(tensors, row, piece, values, scale, is_row, height, TILE):
+    """Store a piece of rows [TOKENS, 1] with the scales of its groups."""
+    COLUMNS: tl.constexpr = values.shape[1]
+    width: tl.constexpr = TILE.H * COLUMNS // TILE.COLUMNS  # of a row, two columns in each of "nvfp4"
+    column = piece * COLUMNS + tl.arange(0, COLUMNS)
+    tl.store(tensors.data + row * width + column[None, :], values, mask=is_row & (column < width)[None, :])
+    group = piece * scale.shape[1] + tl.arange(0, scale.shape[1])
+    scale_ptrs = tensors.scale + group.to(tl.int64)[None, :] * height + row
+    tl.store(scale_ptrs, scale, mask=is_row & (group < tl.cdiv(TILE.H, TILE.WIDTH))[None, :])
 
 
 @triton.jit
@@ -127,16 +161,22 @@ def quantize_rows(
     x_stride,
     GROUPS,  # Groups, or MicroTile if MICRO
     SCALING,  # Scaling
+    height,  # rows of `tensors.scale`
+    placed,  # Placed, with `sizes` and `IDS`, if FEW; else None
+    sizes,
+    IDS,
+    FEW: tl.constexpr,  # tokens, which are stored as rows of experts
 ):
     """A program's share of the rows."""
     if SCALING.MICRO:
-        _quantize_micro_groups(program, tensors, num_tokens, x_stride, GROUPS)
+        _quantize_micro_groups(program, tensors, num_tokens, x_stride, GROUPS, height, placed, sizes, IDS, FEW)
     else:
-        _quantize_groups(program, tensors, num_tokens, x_stride, GROUPS, SCALING)
+        _quantize_groups(program, tensors, num_tokens, x_stride, GROUPS, SCALING, height, placed, sizes, IDS, FEW)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _quantize_rows_kernel(x, given, data, scale, num_tokens, x_stride, GROUPS, SCALING):
     """Quantize tokens; the first four are the fields of `Quantizing`."""
     start_early()
-    quantize_rows(tl.program_id(0), Quantizing(x, given, data, scale), num_tokens, x_stride, GROUPS, SCALING)
+    tensors = Quantizing(x, given, data, scale)
+    quantize_rows(tl.program_id(0), tensors, num_tokens, x_stride, GROUPS, SCALING, num_tokens, None, None, None, False)
