@@ -55,7 +55,9 @@ done
 export HOME=/tmp PYTHONUNBUFFERED=1 PYTHONPYCACHEPREFIX=/tmp/pycache HF_HUB_OFFLINE=1 OMP_NUM_THREADS=4
 case $engine in
 vllm) paths=$all/vllm-0.26.0:$all/dependencies ;;
-sglang) paths=$all/sglang-0.5.17:$all/sglang-kernel-0.4.5:$all/dependencies-sglang:$all/dependencies ;;
+sglang) # loads gpt-oss by the triton_kernels that vLLM has
+    mkdir -p $all/triton && ln -sfn $all/vllm-0.26.0/vllm/third_party/triton_kernels $all/triton/triton_kernels
+    paths=$all/sglang-0.5.17:$all/sglang-kernel-0.4.5:$all/dependencies-sglang:$all/dependencies:$all/triton ;;
 *) echo "engine $engine is not vllm or sglang" >&2; exit 2 ;;
 esac
 PYTHONPATH=$paths:$repo:$repo/tests/engines exec "$@"
