@@ -25,7 +25,7 @@ SOME = {
     " deepseek_v3 gpt_oss_mxfp4 dead_rank",
     ("sglang", "0.5.17"): "qwen3_moe qwen3_moe_fp8_block int4_group_format deepseek_v3 gpt_oss_mxfp4 dead_rank",
 }
-COMPARED = (("flashinfer_python", "0.7.2"), ("vllm", "0.9.2"), *ENGINES[1::2])  # for `signatures.py`
+COMPARED = (("flashinfer_python", "0.7.4"), ("vllm", "0.9.2"), *ENGINES[1::2])  # for `signatures.py`
 COMPILED = (".so", ".hpp", ".h", ".cuh", ".cu", ".inl", ".js", ".css", ".jpg", "vllm-rs")
 WORLDS = (1, 2)
 ENVIRON = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{HERE}", "CUDA_VISIBLE_DEVICES": ""}

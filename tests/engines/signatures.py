@@ -28,7 +28,7 @@ from ep_moe.functional import flashinfer, sglang, vllm
 OURS: dict[str, ModuleType] = {"FlashInfer": flashinfer, "SGLang": sglang, "vLLM": vllm}
 RUNNER, MOE = "sglang/srt/layers/moe/moe_runner/", "vllm/model_executor/layers/fused_moe/"
 SOURCES: dict[str, dict[str, str]] = {  # files of a release, and which of our names are theirs
-    "FlashInfer 0.7.2": {
+    "FlashInfer 0.7.4": {
         "flashinfer/fused_moe/core.py": "trtllm_fp4_block_scale_moe",
         "flashinfer/fused_moe/cute_dsl/b12x_moe.py": "b12x_fused_moe",
         "flashinfer/tllm_enums.py": "ActivationType RoutingMethodType",
@@ -68,6 +68,7 @@ ALONE = "is ours alone"
 EXPLAINED: tuple[tuple[str, str, str], ...] = (  # calls, differences, why they are right
     ("unshuffle_rows unshuffle_weight untile_scales", ALONE, "they undo what FlashInfer's users do to weights"),
     ("trtllm_fp4_block_scale_moe", "activation_type is 3, not ActivationType.Swiglu.value", "the same number"),
+    ("trtllm_fp4_block_scale_moe", "nvfp4_4over6 is None, not _UNSET", "which reads an environment variable"),
     ("MoeParallel routing_from_topk", ALONE, "in place of SGLang's global state and of triton_kernels' routing"),
     ("InFlexData PrecisionConfig RaggedTensorMetadata", ALONE, "classes of triton_kernels, which SGLang passes on"),
     ("FlashInferFP4MoE FlashInferFusedMoE get_fused_moe_impl_class", ALONE, "of SGLang's older releases"),
@@ -95,7 +96,7 @@ EXPLAINED: tuple[tuple[str, str, str], ...] = (  # calls, differences, why they 
     ),
 )
 REFUSED = {  # members of enumerations; the others are computed
-    "ActivationType": "ClampedRelu2 Gelu InvalidType Relu Silu SwigluBias",
+    "ActivationType": "ClampedRelu2 Gelu InvalidType PowLU Relu Silu SwigluBias",
     "MoEActivation": "RELU2 SITU SWIGLUOAI_UNINTERLEAVE",
     "RoutingMethodType": "Unspecified",
 }
@@ -109,7 +110,7 @@ IGNORED: tuple[tuple[str, str], ...] = (  # parameters and fields that nothing r
         "read by place, or by a name",
     ),
     (
-        "Fp4Call.enable_pdl Fp4Call.tune_max_num_tokens get_default_config.is_marlin",
+        "Fp4Call.enable_pdl Fp4Call.tune_max_num_tokens Fp4Call.workspace_buffer get_default_config.is_marlin",
         "which kernels of theirs compute, and where these store",
     ),
     ("ExpertsCall.filter_expert", "ids of no expert always add nothing"),

@@ -323,7 +323,8 @@ def test_output_is_written_and_other_arguments_change_nothing(run: Any) -> None:
     given = arguments(layer, *hidden_states("nvfp4")[:2])
     [expected] = run(trtllm_fp4_block_scale_moe, **given)
     output = torch.full((TOKENS, HIDDEN), torch.nan, dtype=torch.bfloat16)
-    rest = {"enable_pdl": True, "tune_max_num_tokens": 1, "hidden_states_scale_layout": 2}
+    rest: dict[str, Any] = {"enable_pdl": True, "tune_max_num_tokens": 1, "hidden_states_scale_layout": 2}
+    rest |= {"workspace_buffer": torch.empty(64, dtype=torch.uint8), "nvfp4_4over6": None}
     [found] = run(trtllm_fp4_block_scale_moe, **given, output=output, **rest)
     assert found is output
     assert torch.equal(output, expected)
@@ -397,6 +398,7 @@ PACKED = torch.zeros(TOKENS, HIDDEN // 2, dtype=torch.uint8)
 BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "method 10": ({"routing_method_type": 10}, ("routing_method_type (10)", "0 to 9")),
     "layout": ({"hidden_states_scale_layout": 0}, ("hidden_states_scale_layout (0)", "2 (layout_linear)")),
+    "4 over 6": ({"nvfp4_4over6": "MAE"}, ("nvfp4_4over6 (MAE)", "plain NVFP4")),
     "valid hidden": ({"valid_hidden_size": 65}, ("valid_hidden_size (65)", "[1, 64]")),
     "valid intermediate": ({"valid_intermediate_size": 0}, ("valid_intermediate_size (0)", "[1, 96]")),
     "valid output": (

@@ -77,6 +77,8 @@ class Fp4Call(NamedTuple):
     valid_hidden_size: int | None = None
     valid_intermediate_size: int | None = None
     hidden_states_scale_layout: int | None = None
+    workspace_buffer: torch.Tensor | None = None
+    nvfp4_4over6: int | None = None  # of FlashInfer's own class if it is not None
 
     @property
     def hidden(self) -> int:

@@ -52,7 +52,7 @@ def trtllm_fp4_block_scale_moe(call: Fp4Call) -> list[torch.Tensor]:
         valid_hidden_size, valid_intermediate_size: H and I without padding; rounded up to multiples of 128 they are
             computed, from copies of the weights where that leaves some out, and the output has the valid columns.
             gemm2_weights may have H rows or those that are computed.
-        hidden_states_scale_layout: 2, FlashInfer's layout_linear, or None.
+        hidden_states_scale_layout: 2, FlashInfer's layout_linear, or None. nvfp4_4over6: None.
     Returns: [output], or, if not do_finalize, [gemm2_output [rows, H] bfloat16, expert_weights [T, K] bfloat16,
         expanded_idx_to_permuted_idx [T * K] int32]: the row of token t's k-th expert, -1 if it is not local; with K + S
         in place of K.
@@ -64,6 +64,8 @@ def trtllm_fp4_block_scale_moe(call: Fp4Call) -> list[torch.Tensor]:
         raise ValueError(
             f"hidden_states_scale_layout ({call.hidden_states_scale_layout}) is not {_LINEAR} (layout_linear) or None"
         )
+    if call.nvfp4_4over6 is not None:
+        raise ValueError(f"nvfp4_4over6 ({call.nvfp4_4over6}) is not None: results of FC1 are rounded to plain NVFP4")
     if call.do_finalize:
         return [_FINALIZED(call)]
     if call.output is not None:
