@@ -114,8 +114,7 @@ NARROW_TOKENS: dict[str, tuple[Excuses, Excuses]] = {  # the same
     "int4_w4a8_g32_zp": ({}, BETWEEN_TILES),
 }
 FEW_OUTSIDE = "up to 16 words of a thread, between tiles: the loop over K needs the registers"
-SCALES_INSIDE = "gelu and swiglu on Triton 3.7.1: up to 10 instructions of a step; none on 3.6.0, 3.8.0 and 3.9.0"
-CONVERTED_INSIDE = "int8_block on Triton 3.7.1 and 3.8.0: 10 instructions of a step; none on 3.6.0"
+SCALES_INSIDE = "gelu on Triton 3.7.1: 10 instructions of a step; none on 3.6.0, 3.8.0 and 3.9.0"
 MORE_OUTSIDE = "20 to 24 words of a thread, between tiles: scales and biases of columns, or gelu and int8 on 3.7.1"
 MORE_OF_GROUPS = "43 words of a thread, between tiles: MXFP8 numbers of the intermediate"
 DECODED_APART = "scales are few bytes of each row; columns of the intermediate are stored in the order of decoded words"
@@ -298,11 +297,8 @@ def _hopper_cases() -> list[Case]:
     more: dict[tuple[str, Rule], str] = {("_hopper_gemm_kernel", "many_spills"): MORE_OUTSIDE}
     inside: dict[tuple[str, Rule], str] = {}
     converted: dict[tuple[str, Rule], str] = {}
-    if triton.__version__.startswith(("3.7.", "3.8.")):
-        converted = {("_hopper_gemm_kernel", "loop_spill"): CONVERTED_INSIDE}
     if triton.__version__.startswith("3.7."):
-        inside = {("_hopper_gemm_kernel", "loop_spill"): SCALES_INSIDE}
-        converted |= more
+        inside, converted = {("_hopper_gemm_kernel", "loop_spill"): SCALES_INSIDE}, more
 
     def case(name: str, *args: Any, **options: Any) -> Case:
         return _experts(f"hopper {name}", *args, expected_rows=128, hopper=True, **options)
@@ -337,7 +333,7 @@ def _hopper_cases() -> list[Case]:
             case(
                 f"fp8_block {kind.value}",
                 activation=activation,
-                excuses={**few, **more, **(inside if kind.value in ("gelu", "swiglu") else {})},
+                excuses={**few, **more, **(inside if kind is ActivationKind.GELU else {})},
             ),
         ]
     return cases
