@@ -238,8 +238,9 @@ def place_launches(
         return shape, [(one, (names,))]
     merge = _merge_launch(tuple(ids_shape), own, strides, ids_dtype, device)
     count, add = _count_launches(tuple(ids_shape), frame.num_local_experts, _placement(frame), _SUMMED_COUNTS, device)
+    counts = names.before, names.expert_num_tokens, names.expert_row_start
     merged = names._replace(before=None, expert_num_tokens=None, expert_row_start=None)
-    return None, [(merge, (merged,)), (count, (names.local_ids, names.before)), (add, names[4:7])]
+    return None, [(merge, (merged,)), (count, (names.local_ids, names.before)), (add, counts)]
 
 
 def row_unit(x: torch.Tensor) -> int:
