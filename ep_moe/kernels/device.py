@@ -168,9 +168,10 @@ def start_early():
 @triton.jit
 def let_dependents_start():
     """Let the next kernel start if it may start early: it waits for this one before it reads what this one stores."""
-    tl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-    )
+    if _launches_early():
+        tl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.device import start_early
+from ep_moe.kernels.device import let_dependents_start, start_early
 from ep_moe.kernels.gemm.tile_list import list_tiles
 from ep_moe.kernels.rows.permute import copy_few, merge_and_place
 from ep_moe.kernels.rows.quantize import quantize_rows
@@ -60,6 +60,8 @@ def _start_call_kernel(
     Example: with 9 programs, program 0 makes the lists and program i + 1 is the quantizing kernel's program i of 8.
     """
     start_early()
+    if placed.token_to_row is not None:  # of few tokens all programs run at once
+        let_dependents_start()
     program = tl.program_id(0) - 1
     sizes = num_tokens, first, last, ids_stride, weights_stride
     if tokens.x is not None and program >= 0:
