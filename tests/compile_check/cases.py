@@ -195,7 +195,7 @@ def _experts(
 
     def launch() -> torch.Tensor:
         batch, weights = layer.batch(scheme, dtype, expected_rows, layout), layer.weights(scheme, dtype)
-        backend = HopperGemms(anywhere=True) if hopper else TritonGemms()
+        backend = HopperGemms(least_rows=1, anywhere=True) if hopper else TritonGemms()
         if backend.tiles(CallShape.of(batch, weights, layer.activation)) is None:
             raise ValueError("Hopper's kernels do not take this call")
         return KernelExperts(layer.activation, [backend])(batch, weights)
@@ -300,10 +300,20 @@ def _hopper_cases() -> list[Case]:
     if triton.__version__.startswith("3.7."):
         inside, converted = {("_hopper_gemm_kernel", "loop_spill"): SCALES_INSIDE}, more
 
-    def case(name: str, *args: Any, **options: Any) -> Case:
-        return _experts(f"hopper {name}", *args, expected_rows=128, hopper=True, **options)
+    def case(name: str, *args: Any, rows: int = 128, **options: Any) -> Case:
+        return _experts(f"hopper {name}", *args, expected_rows=rows, hopper=True, **options)
 
     cases = [
+        case("fp8_block, few rows", rows=16),
+        case("fp8_block, few rows batched", rows=16, layout="batched"),
+        case("fp8_block, few rows indexed", rows=16, layout="indexed"),
+        case("fp8_block_ue8m0, few rows gpt-oss", "fp8_block_ue8m0", rows=16, **(GPT_OSS | {"intermediate": 3072})),
+        case("fp8_token, few rows gpt-oss", "fp8_token", rows=16, **GPT_OSS),
+        case("fp8_tensor static, few rows", "fp8_tensor", rows=16, static=True),
+        case("int8_block, few rows", "int8_block", rows=16),
+        case("int8_token, few rows", "int8_token", rows=16),
+        case("bf16, few rows", "none", rows=16),
+        case("bf16 gpt-oss in turns, few rows", "none", rows=16, **GPT_OSS, alternating=True),
         case("fp8_block", excuses=few),
         case("fp8_block batched", layout="batched", excuses=few),
         case("fp8_block indexed", layout="indexed", excuses=few),

@@ -224,7 +224,7 @@ def test_the_time_is_shared_by_the_backends(tmp_path: Path, monkeypatch: pytest.
 
 def test_hopper_s_tiles_are_those_of_its_kernels() -> None:
     arguments = pytest.importorskip("ep_moe.kernels.hopper.arguments", reason="this Triton has no Gluon")
-    assert HOPPER_TILES.block_m == arguments.BLOCK_M.value
+    assert HOPPER_TILES.block_m == arguments.ROWS.value
     assert HOPPER_TILES.first.block_n == HOPPER_TILES.second.block_n == arguments.HALF_N.value
 
 

@@ -22,13 +22,14 @@ from ep_moe.experts.tile_tables import log_once
 from ep_moe.experts.tuning import HOPPER_TILES, ExpertTiles
 from ep_moe.kernel_launch.kernel import Kernel
 from ep_moe.kernels.gemm.arguments import Codes, Epilogue, RowGroups, Scales
-from ep_moe.kernels.hopper.arguments import BLOCK_M, HALF_M, HALF_N, Pipeline
+from ep_moe.kernels.hopper.arguments import FEW_ROWS, HALF_N, ROWS, Pipeline
 from ep_moe.kernels.hopper.gather import _gather_rows_kernel
 from ep_moe.kernels.hopper.grouped import _hopper_gemm_kernel
 from ep_moe.kernels.hopper.overlap import THREADS
 
 _GATHERED_ROWS, _GATHERED_BYTES = 4, 2048  # of a row, that a program copies at a time
 _GATHERS_PER_SM = 8  # programs
+_MOST_FEW_ROWS = 16  # expected of an expert, with tiles of 32
 _DECODED = DecodedGemms()
 _NO_CODES = Codes(**{**dict.fromkeys(Codes._fields, False), "KIND": "none", "PACKED": 1, "GROUPS": 1})
 
@@ -46,8 +47,9 @@ class _HopperGemm(DescribedGemm):
     ) -> None:
         pipeline = constants_of["PIPE"]
         self._tma_scales = constants_of["SCALES"].X == "group" and not pipeline.COPIED_SCALES
-        self._block_k, self._interleaved = pipeline.BLOCK_K, constants_of["EPILOGUE"].ALTERNATING
-        programs = num_programs(shape.device, 1, shape.max_tiles(BLOCK_M.value) * column_tiles)
+        self._block_m, self._block_k = pipeline.BLOCK_M, pipeline.BLOCK_K
+        self._interleaved = constants_of["EPILOGUE"].ALTERNATING
+        programs = num_programs(shape.device, 1, shape.max_tiles(self._block_m) * column_tiles)
         super().__init__(_hopper_gemm_kernel, programs, constants_of, shape.device, settings=settings, early=True)
 
     def arranged(self, tensors: tuple[Any, ...], describe: Callable[[str, Any], Any]) -> tuple[Any, ...]:
@@ -69,11 +71,11 @@ class _HopperGemm(DescribedGemm):
     def describe(self, name: str, tensor: torch.Tensor) -> TensorDescriptor:
         """The descriptor of one of the tensors. Local."""
         if name == "x_scale":  # [G, rows]
-            return descriptor(tensor, 1, BLOCK_M.value)
+            return descriptor(tensor, 1, self._block_m)
         if name == "out":
-            return descriptor(rows_of(tensor), HALF_M.value, HALF_N.value)
+            return descriptor(rows_of(tensor), self._block_m // 2, HALF_N.value)
         if name == "x":
-            return descriptor(rows_of(tensor), HALF_M.value, self._block_k)
+            return descriptor(rows_of(tensor), self._block_m // 2, self._block_k)
         rows = rows_of(tensor)
         return descriptor(pairs_of(rows) if self._interleaved else rows, HALF_N.value, self._block_k)
 
@@ -109,8 +111,11 @@ class HopperGemms:
         return self.default_tiles(shape) if reason is None else None
 
     def default_tiles(self, shape: CallShape) -> ExpertTiles:
-        """Tiles of the only size, or for weights that are decoded. Local."""
-        return _DECODED.default_tiles(shape) if shape.decodes else HOPPER_TILES
+        """Tiles of 128 rows, or of 32 if few are expected; or those for weights that are decoded. Local."""
+        if shape.decodes:
+            return _DECODED.default_tiles(shape)
+        few = shape.expected_rows <= _MOST_FEW_ROWS
+        return dataclasses.replace(HOPPER_TILES, block_m=FEW_ROWS.value if few else ROWS.value)
 
     def obstacle(self, shape: CallShape) -> str | None:
         """Why the kernels do not compute calls of this shape, however many rows they have. Local."""
@@ -168,9 +173,9 @@ class HopperGemms:
         return _prepare(shape, tiles, between, Epilogue(), shape.dtype, second=True, overlap=self._overlap)
 
 
-def _fits_one_wave(shape: CallShape, columns: int) -> bool:
-    """True if no SM gets two tiles of 128 rows and 128 columns: wider ones would leave SMs without one."""
-    row_tiles = shape.num_experts * triton.cdiv(shape.expected_rows, BLOCK_M.value)
+def _fits_one_wave(shape: CallShape, block_m: int, columns: int) -> bool:
+    """True if no SM gets two tiles of 128 columns: wider ones would leave SMs without one."""
+    row_tiles = shape.num_experts * triton.cdiv(shape.expected_rows, block_m)
     tiles = row_tiles * triton.cdiv(columns, HALF_N.value)
     return num_programs(shape.device, 1, tiles + 1) > tiles
 
@@ -189,16 +194,17 @@ def _prepare(
     sums, columns = shape.hidden, shape.intermediate
     if second:
         sums, columns = columns, sums
+    block_m = tiles.block_m
     gated, weight, payload = epilogue.GATED, shape.scheme.weight, shape.scheme.payload
     block_k, grouped = STEP_BYTES // shape.row_dtype.itemsize, payload.granularity == "group"
-    halves = 1 if second and _fits_one_wave(shape, columns) else 2
+    halves = 1 if second and _fits_one_wave(shape, block_m, columns) else 2
     stored_halves = 1 if gated else halves
     column_tiles = triton.cdiv(columns, HALF_N.value * stored_halves)
-    half_bytes = HALF_M.value * HALF_N.value * stored.itemsize
-    stage_bytes = STEP_BYTES * (BLOCK_M.value + halves * HALF_N.value) + 4 * BLOCK_M.value * grouped
+    half_bytes = block_m // 2 * HALF_N.value * stored.itemsize
+    stage_bytes = STEP_BYTES * (block_m + halves * HALF_N.value) + 4 * block_m * grouped
     buffers = stored_halves if 2 * stored_halves * half_bytes + 3 * stage_bytes <= SHARED_BYTES else 1
     stages = min((SHARED_BYTES - 2 * buffers * half_bytes) // stage_bytes, 8)
-    rows = shape.max_tiles(BLOCK_M.value) * BLOCK_M.value
+    rows = shape.max_tiles(block_m) * block_m
     arrivals = (
         triton.cdiv(shape.intermediate, HALF_N.value * (1 if shape.activation.kind.gated else 2)) * 2 * THREADS.value
     )
@@ -210,7 +216,7 @@ def _prepare(
         HALVES=halves,
         COLUMN_TILES=column_tiles,
         W_BLOCKS=triton.cdiv(columns * (2 if gated else 1), BLOCK),
-        BLOCK_M=BLOCK_M.value,
+        BLOCK_M=block_m,
         GROUP_M=tiles.group_m,
         FIRST=not second,
         PACKED=second or shape.gathered,

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from triton.experimental.gluon import language as gl
 
-BLOCK_M = gl.constexpr(128)  # rows of a tile: 64 of each warp group
-HALF_M = gl.constexpr(64)
+ROWS = gl.constexpr(128)  # of a tile, half of them of each warp group
+FEW_ROWS = gl.constexpr(32)  # of a tile whose products are transposed: weights are then their left operand
 HALF_N = gl.constexpr(128)  # columns of a half tile
 
 
@@ -23,7 +23,7 @@ class Pipeline(NamedTuple):
     HALVES: gl.constexpr  # 2; 1 if tiles of 128 columns of a second GEMM still leave SMs without one
     COLUMN_TILES: gl.constexpr  # of halves of 128 columns, or of the gate and the up half of the same 128
     W_BLOCKS: gl.constexpr  # of 128 of an expert's W rows
-    BLOCK_M: gl.constexpr
+    BLOCK_M: gl.constexpr  # ROWS or FEW_ROWS
     GROUP_M: gl.constexpr  # row tiles that cover all columns before the next ones
     FIRST: gl.constexpr  # w13, not w2: reads rows of the batch and stores the intermediate
     PACKED: gl.constexpr  # rows of x are in the order of the tile list
@@ -40,9 +40,9 @@ class Pipeline(NamedTuple):
 class Source(NamedTuple):
     """The operands that the loading warp copies."""
 
-    x_desc: Any  # [rows, K] in boxes of 64 x BLOCK_K
+    x_desc: Any  # [rows, K] in boxes of BLOCK_M / 2 x BLOCK_K
     w_desc: Any  # [L * W, K] in boxes of 128 x BLOCK_K; [L * N, 2 * K] if gate and up rows are interleaved
-    x_scale_desc: Any  # [G or L * G, rows] float32 in boxes of 1 x 128; None unless TMA copies scales of groups
+    x_scale_desc: Any  # [G or L * G, rows] float32 in boxes of 1 x BLOCK_M; None unless TMA copies scales of groups
     x_scale: Any
     x_scale_stride: Any  # between groups
 
@@ -50,7 +50,7 @@ class Source(NamedTuple):
 class Result(NamedTuple):
     """The matrix that warp groups store."""
 
-    desc: Any  # [rows, N] in boxes of 64 x 128
+    desc: Any  # [rows, N] in boxes of BLOCK_M / 2 x 128
     out: Any  # Stored
     scale_stride: Any  # of out.scale
     stored: Any  # as in TileList, or None
@@ -59,9 +59,9 @@ class Result(NamedTuple):
 class Buffers(NamedTuple):
     """Shared memory: the operands of STAGES steps, and barriers between who fills and who empties them."""
 
-    x: Any  # [2 * STAGES, 64, BLOCK_K]
+    x: Any  # [2 * STAGES, BLOCK_M / 2, BLOCK_K]
     w: Any  # [HALVES * STAGES, 128, BLOCK_K]
-    x_scale: Any  # [STAGES, 1, 128] or [STAGES, 128]; None without scales of groups
+    x_scale: Any  # [STAGES, 1, BLOCK_M] or [STAGES, BLOCK_M]; None without scales of groups
     full: Any  # [STAGES, 1]
     empty: Any  # [STAGES, 1]
 

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ep_moe.kernels.gemm.activation import activate
 from ep_moe.kernels.gemm.epilogue import add_bias, of_expert, scale_sums
-from ep_moe.kernels.hopper.arguments import HALF_M, HALF_N
+from ep_moe.kernels.hopper.arguments import HALF_N
 from ep_moe.kernels.numerics import absmax, divide_rows, quantize_to, round_to, scale_for, to_quantized
 
 _async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global  # before Triton 3.8
@@ -47,7 +47,7 @@ def activate_sums(sums, other_sums, scalars, expert, PIPE, EPILOGUE):
 
 @gluon.jit
 def requantize(values, result, scalars, expert, row, column, PIPE, EPILOGUE):
-    """Round half a tile [64, 128] to the dtype of the result; a group of 128 columns stores its scales [64]."""
+    """Round half a tile [R, 128] to the dtype of the result; a group of 128 columns stores its scales [R]."""
     DTYPE: gl.constexpr = result.out.data.dtype.element_ty
     if EPILOGUE.REQUANTIZE == "group":
         if PIPE.N % HALF_N != 0:
@@ -56,7 +56,7 @@ def requantize(values, result, scalars, expert, row, column, PIPE, EPILOGUE):
         scale = scale_for(absmax(values, 1), DTYPE)
         if EPILOGUE.POWER_OF_TWO:
             scale = gl.inline_asm_elementwise(_UP_TO_POWER_OF_TWO, "=f,f", [scale], gl.float32, is_pure=True, pack=1)
-        rows = row + gl.arange(0, HALF_M, gl.SliceLayout(1, values.type.layout))
+        rows = row + gl.arange(0, values.shape[0], gl.SliceLayout(1, values.type.layout))
         if column < PIPE.N:
             gl.store(result.out.scale + (column // HALF_N).to(gl.int64) * result.scale_stride + rows, scale)
         return to_quantized(divide_rows(values, scale), DTYPE)
@@ -73,13 +73,13 @@ def store_half(values, buffer, result, row, column, left, PIPE):
     if PIPE.FIRST:  # noqa: SIM114 - known when compiling, the next condition at run time
         fence_async_shared()
         _async_store(result.desc, [row, column], buffer)
-    elif left >= HALF_M:
+    elif left >= values.shape[0]:
         fence_async_shared()
         _async_store(result.desc, [row, column], buffer)
     else:
         VEC: gl.constexpr = 128 // result.desc.dtype.primitive_bitwidth
         layout: gl.constexpr = gl.BlockedLayout([1, VEC], [VEC // 4, 128 // VEC], [4, 1], [1, 0])
-        rows = gl.arange(0, HALF_M, gl.SliceLayout(1, layout))
+        rows = gl.arange(0, values.shape[0], gl.SliceLayout(1, layout))
         columns = column + gl.arange(0, HALF_N, gl.SliceLayout(0, layout))
         ptrs = result.out.data + row.to(gl.int64) * PIPE.N + rows[:, None] * PIPE.N + columns[None, :]
         gl.store(ptrs, buffer.load(layout), mask=(rows < left)[:, None] & (columns < PIPE.N)[None, :])

@@ -3,8 +3,9 @@
 Letters: L local experts, K columns that a GEMM reduces over, N columns of its result, W rows of its weights, G scale
 groups, Q row tiles of all experts.
 
-A program has three partitions: a warp that loads by TMA, and two warp groups with 64 rows of a tile each. A tile has
-128 rows and two halves of 128 columns: the gate and the up half of the same columns, or neighbors.
+A program has three partitions: a warp that loads by TMA, and two warp groups with half of a tile's rows each. A tile has
+128 rows, or 32, and two halves of 128 columns: the gate and the up half of the same columns, or neighbors. The tensor
+core multiplies 64 rows at least, of its left operand: of 32 rows products are transposed.
 """
 
 from triton.experimental import gluon
@@ -12,10 +13,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ep_moe.kernels.gemm.arguments import TileColumns, TileRows
-from ep_moe.kernels.hopper.arguments import BLOCK_M, HALF_M, HALF_N, Buffers, Result, Source
+from ep_moe.kernels.hopper.arguments import HALF_N, Buffers, Result, Source
 from ep_moe.kernels.hopper.epilogue import activate_sums, finish_sums, requantize, store_half
 from ep_moe.kernels.hopper.load import load_operands
-from ep_moe.kernels.hopper.multiply import multiply_chained, multiply_float8, multiply_scaled, skip_steps, sums_layout
+from ep_moe.kernels.hopper.multiply import multiply_chained, multiply_float8, multiply_scaled, skip_steps
 from ep_moe.kernels.hopper.overlap import arrive_stored
 from ep_moe.kernels.hopper.tiles import allocate_tiles, next_tile
 
@@ -29,17 +30,17 @@ def _block_scales(operands, expert, first_row, PIPE):
 
 @gluon.jit
 def _accumulate(
-    group: gl.constexpr, step, buffers, operands, expert, column, other_column, PIPE, SCALES, LAYOUT: gl.constexpr
+    group: gl.constexpr, step, buffers, operands, expert, column, other_column, PIPE, SCALES
 ):
     """Multiply a tile over K: both halves, of columns from `column` and from `other_column` of w on."""
     if SCALES.WEIGHT == "block":
         scale_ptr = _block_scales(operands, expert, column, PIPE)
         other_scale_ptr = _block_scales(operands, expert, other_column, PIPE)
-        return multiply_scaled(group, step, buffers, scale_ptr, other_scale_ptr, PIPE, LAYOUT)
+        return multiply_scaled(group, step, buffers, scale_ptr, other_scale_ptr, PIPE)
     elif buffers.w.dtype == gl.float8e4nv:
-        return multiply_float8(group, step, buffers, PIPE, LAYOUT)
+        return multiply_float8(group, step, buffers, PIPE)
     else:
-        return multiply_chained(group, step, buffers, PIPE, LAYOUT)
+        return multiply_chained(group, step, buffers, PIPE)
 
 
 @gluon.jit
@@ -49,17 +50,15 @@ def compute_tiles(
     operands,
     scalars,
     buffers,
-    staging,  # [2 * OUT_BUFFERS, 64, 128]
+    staging,  # [2 * OUT_BUFFERS, BLOCK_M / 2, 128]
     drawn,
     PIPE,
     SCALES,
     CODES,
     EPILOGUE,
 ):
-    """Warp group `group`: rows from 64 * group on of every tile that the loading warp draws."""
-    LAYOUT: gl.constexpr = sums_layout(buffers.w.dtype.primitive_bitwidth)
-    BY_ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    BY_COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    """Warp group `group`: half of the rows of every tile that the loading warp draws."""
+    HALF_M: gl.constexpr = PIPE.BLOCK_M // 2
     WIDTH: gl.constexpr = HALF_N if EPILOGUE.GATED else PIPE.HALVES * HALF_N
     NEIGHBORS: gl.constexpr = PIPE.HALVES == 2 and not EPILOGUE.GATED  # halves
     TO_OTHER: gl.constexpr = PIPE.N if EPILOGUE.GATED else HALF_N
@@ -73,8 +72,9 @@ def compute_tiles(
         column = column_tile * WIDTH
         if left > 0:
             sums, other_sums, step = _accumulate(
-                group, step, buffers, operands, expert, column, column + TO_OTHER, PIPE, SCALES, LAYOUT
+                group, step, buffers, operands, expert, column, column + TO_OTHER, PIPE, SCALES
             )
+            BY_ROW: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
             row = gl.arange(0, HALF_M, BY_ROW)
             row_mask = row < left
             x_scale_ptrs = operands.x_scale
@@ -83,7 +83,7 @@ def compute_tiles(
                     x_scale_ptrs += expert + gl.zeros([HALF_M], gl.int32, BY_ROW)
                 else:
                     x_scale_ptrs += in_row + group * HALF_M + row
-            columns = column + gl.arange(0, HALF_N, BY_COLUMN)
+            columns = column + gl.arange(0, HALF_N, gl.SliceLayout(0, sums.type.layout))
             GATE_SCALE: gl.constexpr = EPILOGUE.GATED
             if GATE_SCALE:
                 scale_ptr = scalars.gate_output_scale
@@ -103,7 +103,7 @@ def compute_tiles(
                 )
             if SIGNALS_STORED_TILES:
                 arrive_stored(result.stored, row_tile)
-                row_tile = out_row // BLOCK_M
+                row_tile = out_row // PIPE.BLOCK_M
             else:
                 tma.store_wait(0)  # the tile before has left the staging buffers
             out_row += group * HALF_M
@@ -122,7 +122,7 @@ def compute_tiles(
             step = skip_steps(step, buffers, PIPE)
             if SIGNALS_STORED_TILES:
                 arrive_stored(result.stored, row_tile)
-                row_tile = out_row // BLOCK_M
+                row_tile = out_row // PIPE.BLOCK_M
         number += 1
         expert, left, in_row, out_row, column_tile = next_tile(drawn, number)
     if SIGNALS_STORED_TILES:
@@ -133,10 +133,10 @@ def compute_tiles(
 
 @gluon.jit
 def _hopper_gemm_kernel(
-    x_desc,  # rows of the batch, or of the intermediate: [rows, K] in boxes of 64 x BLOCK_K
+    x_desc,  # rows of the batch, or of the intermediate: [rows, K] in boxes of BLOCK_M / 2 x BLOCK_K
     w_desc,  # [L * W, K] in boxes of 128 x BLOCK_K; [L * N, 2 * K] if gate and up rows are interleaved
-    x_scale_desc,  # [G or L * G, rows] float32 in boxes of 1 x 128 if groups of 128 columns have scales, else None
-    out_desc,  # [rows, N] in boxes of 64 x 128
+    x_scale_desc,  # [G or L * G, rows] float32 in boxes of 1 x BLOCK_M if groups of 128 columns have scales, else None
+    out_desc,  # [rows, N] in boxes of BLOCK_M / 2 x 128
     operands,  # Operands, of which x, w and w_zero are None
     out,  # Stored
     scalars,
@@ -150,16 +150,16 @@ def _hopper_gemm_kernel(
     EPILOGUE,
 ):
     """out = epilogue(w @ x), tile by tile."""
-    x = gl.allocate_shared_memory(x_desc.dtype, [2 * PIPE.STAGES, HALF_M, PIPE.BLOCK_K], x_desc.layout)
+    x = gl.allocate_shared_memory(x_desc.dtype, [2 * PIPE.STAGES, PIPE.BLOCK_M // 2, PIPE.BLOCK_K], x_desc.layout)
     w = gl.allocate_shared_memory(w_desc.dtype, [PIPE.HALVES * PIPE.STAGES, HALF_N, PIPE.BLOCK_K], w_desc.layout)
     if x_scale_desc is not None:
-        x_scale = gl.allocate_shared_memory(gl.float32, [PIPE.STAGES, 1, BLOCK_M], x_scale_desc.layout)
+        x_scale = gl.allocate_shared_memory(gl.float32, [PIPE.STAGES, 1, PIPE.BLOCK_M], x_scale_desc.layout)
     elif PIPE.COPIED_SCALES:
         flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        x_scale = gl.allocate_shared_memory(gl.float32, [PIPE.STAGES, BLOCK_M], flat)
+        x_scale = gl.allocate_shared_memory(gl.float32, [PIPE.STAGES, PIPE.BLOCK_M], flat)
     else:
         x_scale = None
-    staging = gl.allocate_shared_memory(out_desc.dtype, [2 * PIPE.OUT_BUFFERS, HALF_M, HALF_N], out_desc.layout)
+    staging = gl.allocate_shared_memory(out_desc.dtype, [2 * PIPE.OUT_BUFFERS, PIPE.BLOCK_M // 2, HALF_N], out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [PIPE.STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [PIPE.STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(PIPE.STAGES):

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
-from ep_moe.kernels.hopper.arguments import BLOCK_M, HALF_M, HALF_N
+from ep_moe.kernels.hopper.arguments import HALF_N
 from ep_moe.kernels.hopper.overlap import let_dependents_start, wait_for_kernel_before, wait_until_stored
 from ep_moe.kernels.hopper.tiles import draw_tile, put_tile
 
@@ -17,11 +17,11 @@ _async_gather = async_copy.async_load if hasattr(async_copy, "async_load") else 
 def _load_weights(w_desc, rows, k, step, both, pred, buffers, PIPE, ALTERNATING: gl.constexpr, OTHERS: gl.constexpr):
     """Load a tile's weights for step k over K, from both `rows`, into the buffers of `step`, once these are empty.
 
-    The barrier then expects these, 64 or 128 rows of tokens, and OTHERS bytes. Nothing happens unless `pred`.
+    The barrier then expects these, half or all rows of tokens, and OTHERS bytes. Nothing happens unless `pred`.
     """
     stage = step % PIPE.STAGES
     full, column = buffers.full.index(stage), k * PIPE.BLOCK_K
-    X_BYTES: gl.constexpr = HALF_M * PIPE.BLOCK_K * buffers.x.dtype.primitive_bitwidth // 8
+    X_BYTES: gl.constexpr = PIPE.BLOCK_M // 2 * PIPE.BLOCK_K * buffers.x.dtype.primitive_bitwidth // 8
     W_BYTES: gl.constexpr = PIPE.HALVES * HALF_N * PIPE.BLOCK_K * w_desc.dtype.primitive_bitwidth // 8
     mbarrier.wait(buffers.empty.index(stage), ((step // PIPE.STAGES) & 1) ^ 1, pred=pred)
     mbarrier.expect(full, X_BYTES + W_BYTES + OTHERS, pred=pred & (not both))
@@ -40,7 +40,7 @@ def load_operands(source, rows, tiles, buffers, drawn, PIPE, EPILOGUE):
     copies of its step: another number would hang the program.
     """
     x_desc, w_desc, x_scale_desc, x_scale, x_scale_stride = source
-    SCALE_BYTES: gl.constexpr = 0 if x_scale_desc is None else BLOCK_M * 4
+    SCALE_BYTES: gl.constexpr = 0 if x_scale_desc is None else PIPE.BLOCK_M * 4
     BY_LANE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     OVERLAPS: gl.constexpr = PIPE.ARRIVALS > 0
     if PIPE.FIRST or not OVERLAPS:
@@ -53,16 +53,16 @@ def load_operands(source, rows, tiles, buffers, drawn, PIPE, EPILOGUE):
     number = 0
     while t < total:
         following, expert, left, listed, batch_row, column_tile = draw_tile(t, rows, tiles, PIPE)
-        listed_row = listed * BLOCK_M
+        listed_row = listed * PIPE.BLOCK_M
         row = listed_row if PIPE.PACKED else batch_row
         put_tile(drawn, number, expert, left, row, listed_row if PIPE.FIRST else batch_row, column_tile)
         number += 1
         if PIPE.COPIED_SCALES:
-            scale_ptrs = x_scale + row + gl.arange(0, BLOCK_M, BY_LANE)
+            scale_ptrs = x_scale + row + gl.arange(0, PIPE.BLOCK_M, BY_LANE)
             if PIPE.SCALE_ROWS:  # the experts' matrices of scales are x_scale_stride * G elements apart
                 scale_ptrs += expert.to(gl.int64) * (PIPE.SCALE_ROWS - 1) * x_scale_stride
-            scale_mask = gl.arange(0, BLOCK_M, BY_LANE) < left
-        both = left > HALF_M  # else no warp group reads the lower 64 rows
+            scale_mask = gl.arange(0, PIPE.BLOCK_M, BY_LANE) < left
+        both = left > PIPE.BLOCK_M // 2  # else no warp group reads the lower half
         w_row = column_tile * (HALF_N if EPILOGUE.GATED else PIPE.HALVES * HALF_N)
         other_w_row = w_row
         if EPILOGUE.ALTERNATING:  # a row of the descriptor has a gate row and then the up row of the same column
@@ -92,7 +92,7 @@ def load_operands(source, rows, tiles, buffers, drawn, PIPE, EPILOGUE):
                 async_copy.mbarrier_arrive(full, increment_count=False)  # each thread arrives, once its copies have
                 scale_ptrs += x_scale_stride
             x_other = buffers.x.index(2 * stage + 1)
-            _async_load(x_desc, [row + HALF_M, column], full, x_other, pred=both)
+            _async_load(x_desc, [row + PIPE.BLOCK_M // 2, column], full, x_other, pred=both)
             step += 1
         t = following
     put_tile(drawn, number, 0, 0, 0, 0, 0)
