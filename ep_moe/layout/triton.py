@@ -37,7 +37,7 @@ _MERGE_IDS = 1024  # ids that one program merges
 _BLOCK_COMPARISONS = 4096  # of ids, by which a token's program finds its rows' order within the block of tokens
 _BLOCK_IDS = 512  # the most ids of a block
 _MOST_BLOCKS = 4  # of tokens that one program merges and counts: more take several kernels
-_FEW_PAIRS = 128  # of tokens and experts, which each program that copies a token compares with each other
+_FEW_PAIRS, _FEW_COMPARISONS = 1024, 8192  # of tokens and experts, by each program that copies a token
 _FEWEST_BINS = 32  # of a histogram: one for each thread of a warp
 _COUNTED_EXPERTS = 32  # experts that one program counts
 _SUMMED_COUNTS = 4096  # counts that are summed at a time
@@ -166,7 +166,7 @@ def is_one_launch(ids_shape: torch.Size) -> bool:
 def are_few(ids_shape: torch.Size) -> bool:
     """Whether programs that copy tokens with ids [N, K] find their rows on their own."""
     num_tokens, num_topk = map(triton.next_power_of_2, ids_shape)
-    return num_tokens * num_topk <= _FEW_PAIRS
+    return num_tokens * num_topk <= min(_FEW_PAIRS, _FEW_COMPARISONS // num_topk)
 
 
 class PlaceShape(NamedTuple):

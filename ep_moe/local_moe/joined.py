@@ -83,11 +83,11 @@ def join(
     start = None
     if packing.placing is not None:
         shapes = packing.placing, packing.quantizing, packing.copying
-        start = start_launch(*shapes, call.row_tiles, packing.ids_dtype, packing.device)
-        names = placed, tiles, tokens = start_names(packing)
+        names = placed, tiles, tokens = start_names(packing, computed.pieces)
+        start = start_launch(*shapes, call.row_tiles, tiles, packing.ids_dtype, packing.device)
         prefix, last = f"{len(parts) + 1}:", f"{len(parts) + 2}:"
         whole_names = {name: f"{prefix}{name}" for name in (*placed, *tokens) if name is not None} | of_routing
-        whole_names |= {name: name.replace("tiles:", last) for name in tiles}
+        whole_names |= {name: name.replace("tiles:", last) for name in tiles if name is not None}
         parts.append((LaunchSequence([(start, names)], (), {}, packing.device), whole_names))
         packed, computed = packed.behind(sum(shape is not None for shape in shapes)), computed.behind(1)
     prefix, given = str(len(parts)), packed.given

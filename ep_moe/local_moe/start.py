@@ -2,6 +2,7 @@
 few tokens also the copy."""
 
 import functools
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -17,17 +18,20 @@ from ep_moe.quant.triton import QuantizeKernel, QuantizeShape
 
 _MOST_LAUNCHES = 512
 _LEAST_WARPS = 4  # of the program that makes the lists
-_TILES = TileList(*(f"tiles:{name}" for name in TileList._fields))
 
 
-def start_names(packing: RoutedPacking) -> tuple[Placed, TileList, Quantizing]:
-    """Names of the tensors that the launch takes, of packing and of the experts' tile list, in their order."""
+def start_names(packing: RoutedPacking, listed: Container[str]) -> tuple[Placed, TileList, Quantizing]:
+    """Names of the tensors that the launch takes, of packing and of the experts' tile list, in their order.
+
+    `listed` has the fields of `TileList` that are not absent.
+    """
+    tiles = TileList(*(f"tiles:{name}" if name in listed else None for name in TileList._fields))
     few, tokens = packing.copying is not None, Quantizing(None, None, None, None)
     if packing.quantizing is not None:
         tokens = Quantizing(*QUANTIZED)._replace(**({"data": "x", "scale": "scale:bytes"} if few else {}))
     elif few:
         tokens = tokens._replace(x="tokens:words", data="x:words")
-    return PLACED._replace(before=None, token_to_row="token_to_row") if few else PLACED, _TILES, tokens
+    return PLACED._replace(before=None, token_to_row="token_to_row") if few else PLACED, tiles, tokens
 
 
 @functools.lru_cache(maxsize=_MOST_LAUNCHES)
@@ -36,11 +40,13 @@ def start_launch(
     quantizing: QuantizeShape | None,
     copying: CopyShape | None,
     row_tiles: tuple[int, int],
+    tiles: TileList,
     ids_dtype: torch.dtype,
     device: torch.device,
 ) -> Kernel:
-    """The launch for these shapes, and row tiles as of `PreparedCall`; it takes tensors as `start_names` says."""
-    del ids_dtype  # Triton reads it off the tensors of the first call
+    """The launch for these shapes, row tiles as of `PreparedCall`, and a tile list of these names; it takes tensors as
+    `start_names` says."""
+    del ids_dtype, tiles  # Triton reads it off the tensors of the first call
     (max_tiles, block_m), placed = row_tiles, placing.constants if copying is None else placing.constants_of_few
     constants: dict[str, Any] = {"GROUPS": None, "SCALING": None}
     programs, num_warps, stride = 0, _LEAST_WARPS, 0

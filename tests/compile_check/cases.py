@@ -21,6 +21,7 @@ from ep_moe.experts.hopper.gemms import HopperGemms
 from ep_moe.experts.kernels import KernelExperts
 from ep_moe.experts.triton import TritonGemms
 from ep_moe.kernel_launch.sequence import LaunchSequence
+from ep_moe.kernels.gemm.arguments import TileList
 from ep_moe.layout import Batched, Compact, ExpertBatch, TokenRows
 from ep_moe.layout.base import PackingSizes
 from ep_moe.layout.triton import merge_repeats, pack, weighted_sum
@@ -305,6 +306,8 @@ def _hopper_cases() -> list[Case]:
 
     cases = [
         case("fp8_block, few rows", rows=16),
+        case("fp8_block, 32 few rows", rows=32),
+        case("bf16, 32 few rows", "none", rows=32),
         case("fp8_block, few rows batched", rows=16, layout="batched"),
         case("fp8_block, few rows indexed", rows=16, layout="indexed"),
         case("fp8_block_ue8m0, few rows gpt-oss", "fp8_block_ue8m0", rows=16, **(GPT_OSS | {"intermediate": 3072})),
@@ -518,12 +521,11 @@ def _start(scheme_name: str, num_tokens: int, *, experts: int = 256, topk: int =
 
     def launch() -> None:
         packing, tensors = _packing(scheme_name, num_tokens, Layout.COMPACT, experts, topk)
-        most, like, (placed, tiles, tokens) = num_tokens * topk // 16 + experts, packing.sequence, start_names(packing)
+        most, like = num_tokens * topk // 16 + experts, packing.sequence
+        placed, tiles, tokens = start_names(packing, TileList._fields[: None if hopper else 3])
         assert packing.placing is not None
         shapes = packing.placing, packing.quantizing, packing.copying
-        start = start_launch(*shapes, (most, 16), packing.ids_dtype, packing.device)
-        if not hopper:
-            tiles = tiles._replace(stored=None, next_tile=None, amax=None)
+        start = start_launch(*shapes, (most, 16), tiles, packing.ids_dtype, packing.device)
         pieces = like.pieces | {name: ((most,), torch.int32) for name in tiles if name is not None}
         steps = [(start, (placed, tiles, tokens))]
         whole = LaunchSequence(steps, like.given, pieces, packing.device, aliases=like.aliases)
@@ -588,6 +590,7 @@ def _row_cases() -> list[Case]:
         _routed("none", 16, Layout.COMPACT),
         _start("none", 256, hopper=True),
         _start("none", 1),
+        _start("none", 128),
         _start("fp8_block", 16, hopper=True),
         _start("fp8_block", 128, experts=32, topk=6),
         _start("fp8_token", 16, experts=8),

@@ -9,7 +9,9 @@ import torch
 from helpers.sampling import thinned
 
 from ep_moe.config import Layout
+from ep_moe.kernel_launch.kernel import Kernel
 from ep_moe.kernel_launch.sequence import LaunchSequence
+from ep_moe.kernels.gemm.arguments import TileList
 from ep_moe.layout import Packed, TokenRows, reference, triton
 from ep_moe.layout.base import ADDRESSED, PackingSizes
 from ep_moe.local_moe.routed import RoutedPacking
@@ -251,24 +253,31 @@ def _rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return (rows if rows.dim() == 1 else as_bytes(rows).flatten(0, -2))[index]
 
 
-def _started(packing: RoutedPacking, given: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What the first kernel of a call stores in place of packing's launches, by the names of packing's tensors."""
+def _start_of(packing: RoutedPacking, listed: tuple[str, ...]) -> tuple[Kernel, tuple[Any, ...]]:
+    """The first kernel of a call whose tile list has these tensors, and the names of what it takes."""
+    names = start_names(packing, listed)
     shapes = packing.placing, packing.quantizing, packing.copying
-    launch, names = start_launch(*shapes, (512, 16), packing.ids_dtype, packing.device), start_names(packing)
-    lists = dict.fromkeys(names[1], ((512,), torch.int32))
+    return start_launch(*shapes, (512, 16), names[1], packing.ids_dtype, packing.device), names
+
+
+def _started(packing: RoutedPacking, given: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the first kernel of a call stores in place of packing's launches, by the names of all tensors."""
+    launch, names = _start_of(packing, TileList._fields)
+    lists = dict.fromkeys(filter(None, names[1]), ((512,), torch.int32))
     like, pieces = packing.sequence, {**packing.sequence.pieces, **lists}
     sequence = LaunchSequence([(launch, names)], like.given, pieces, packing.device, aliases=like.aliases)
     memory = sequence.run(dict(zip(like.given, given, strict=True)))
     assert memory is not None
-    return {name: sequence.workspace.view(memory, name) for name in like.pieces}
+    return {name: sequence.workspace.view(memory, name) for name in pieces}
 
 
 ROUTED = [  # tokens, top-k, experts, scheme, layout, what quantizes
     pytest.param(9, 3, 5, "none", Layout.COMPACT, "", id="few"),
-    pytest.param(33, 4, 7, "none", Layout.COMPACT, "", id="not_few"),
+    pytest.param(257, 4, 7, "none", Layout.COMPACT, "", id="not_few"),
     pytest.param(6, 33, 40, "none", Layout.BATCHED, "", id="several_launches"),
     pytest.param(16, 16, 6, "none", Layout.COMPACT, "", id="a_whole_block"),
-    pytest.param(32, 4, 6, "fp8_block", Layout.COMPACT, "packing", id="as_many_as_are_few"),
+    pytest.param(130, 4, 6, "fp8_block", Layout.COMPACT, "packing", id="as_many_as_are_few"),
+    pytest.param(5, 33, 6, "none", Layout.COMPACT, "", id="too_many_comparisons"),
     pytest.param(1, 33, 300, "none", Layout.COMPACT, "", id="a_block_of_one_token"),
     pytest.param(11, 3, 5, "fp8_block", Layout.COMPACT, "packing", id="fp8_block"),
     pytest.param(3, 1, 1, "fp8_token", Layout.BATCHED, "packing", id="fp8_token"),
@@ -355,8 +364,13 @@ def test_routed_tokens(tokens: int, topk: int, experts: int, name: str, layout: 
     if packing.placing is not None:
         with poisoned_memory():
             started = _started(packing, packing.inputs(*inputs))
+        for counter in ("amax", "next_tile", "stored"):
+            assert not started[f"tiles:{counter}"][: 2 if counter == "next_tile" else experts].any(), counter
+        launches = {_start_of(packing, listed)[0] for listed in (TileList._fields, TileList._fields[:3])}
+        assert len(launches) == 2, "the launch of a list without counters has not stored any"
         few = packing.copying is not None
-        assert few == (layout is Layout.COMPACT and quantizer != "caller" and tokens not in (16, 33))  # 256 pairs
+        not_few = tokens == 257 or (tokens == 5 and topk == 33)  # 2048 pairs, 8 * 64 * 64 comparisons
+        assert few == (layout is Layout.COMPACT and quantizer != "caller" and not not_few)
         for field in ("topk_weights", "expert_num_tokens", "expert_row_start", *["token_to_row", "x", "scale"] * few):
             if field in started:
                 actual, wanted = started[field], packing.view(batch, field)

@@ -10,6 +10,8 @@ import torch
 
 from ep_moe.config import ActivationConfig, Layout
 from ep_moe.experts import Experts, create_experts
+from ep_moe.experts.hopper.shapes import is_hopper
+from ep_moe.experts.tuning import HOPPER_TILES, ExpertTiles, GemmTiles
 from ep_moe.layout.base import PackingSizes, packable
 from ep_moe.local_moe import local_moe
 from ep_moe.quant import StoredMatrix, dequantize_rows, dequantize_weight, get_scheme, quantize, quantize_weight
@@ -289,3 +291,29 @@ def test_later_calls_on_a_gpu(scheme: str) -> None:
                 outs.append(local_moe(x, Routing(topk_ids=ids, topk_weights=factors), weights, experts))
             assert torch.equal(outs[0], outs[2]), f"{count} tokens, {num_experts} experts"
             assert bool((outs[0] != outs[1]).any())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["none", "fp8_block"])
+def test_two_backends_in_turn_on_a_gpu(scheme: str) -> None:
+    """With row tiles of one size: the tile list of one of them has counters, which its calls set to zero."""
+    device = torch.device("cuda")
+    if not is_hopper(device):
+        pytest.skip("needs a Hopper GPU")
+    gemm = GemmTiles(block_n=64, block_k=64, num_stages=3)
+    triton = ExpertTiles(block_m=32, first=gemm, second=gemm, backend="triton")
+    random, chosen = torch.Generator(device).manual_seed(5), get_scheme(scheme)
+    plain = [
+        torch.randn(shape, generator=random, device=device).bfloat16() / 8 for shape in ((7, 256, 64), (7, 64, 128))
+    ]
+    w13, w2 = (quantize_weight(w, chosen) if scheme != "none" else StoredMatrix(w) for w in plain)
+    weights = ExpertWeights(w13=w13, w2=w2, scheme=chosen)
+    backends = [create_experts("hopper", ACTIVATION, device, tiles=tiles) for tiles in (triton, HOPPER_TILES)]
+    for count in (6, 34):
+        x = torch.randn(count, 64, generator=random, device=device).bfloat16()
+        ids = torch.randint(0, 7, (count, NUM_TOPK), generator=random, device=device).int()
+        routing = Routing(topk_ids=ids, topk_weights=torch.rand(count, NUM_TOPK, generator=random, device=device))
+        outs = [local_moe(x, routing, weights, experts) for _ in range(4) for experts in backends]
+        for out in outs[2:]:
+            assert worst_row_error(out, outs[0].double()) < ROW_ERROR_LIMITS["fp8" if scheme != "none" else "bfloat16"]
+        assert all(torch.equal(outs[i], outs[i % 2]) for i in range(8)), f"{count} tokens"
