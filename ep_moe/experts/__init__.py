@@ -65,9 +65,9 @@ def create_experts(
     the log; on a CPU it is "torch". A named one that does not compute `scheme` raises; without `scheme`, the first call
     with such weights raises.
 
-    "hopper", which "auto" takes for "triton" on a GPU of compute capability 9.0, has faster kernels for 64 rows of an
-    expert and more, in 16 bits from 96, with weights that are decoded two at once from 2 or 17. "triton" serves the
-    calls that these do not take; the log has the reason once.
+    "hopper", which "auto" takes for "triton" on a GPU of compute capability 9.0, has faster kernels, in 16 bits for 2
+    rows of an expert and more, with weights that are decoded two at once for 2 or 17; if rows are gathered (FLAT) for
+    64, in 16 bits for 96. "triton" serves the calls that these do not take; the log has the reason once.
 
     Kernels read tables of tiles in the folder that EP_MOE_TILES_DIR names before those of the package
     (`ep_moe.experts.tile_tables`).

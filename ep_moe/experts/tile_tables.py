@@ -9,7 +9,7 @@ dtype=fp8_block.json`, without a space. `ep-moe tune` writes such files. It maps
      "64": {"backend": "hopper", "GROUP_SIZE_M": 8}}
 
 A key is the most tokens that its entry is for; the last one serves more, too. An entry without "backend" has tiles for
-Triton and leaves the choice of the backend to the experts; of "hopper", whose kernels have tiles of one size, an entry
+Triton and leaves the choice of the backend to the experts; of "hopper", whose tiles follow from the rows, an entry
 has the order alone. `default_tiles.json` lists such tables for all other shapes, each with its condition.
 """
 

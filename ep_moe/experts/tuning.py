@@ -46,7 +46,7 @@ class ExpertTiles:
 
 
 _HOPPER_GEMM = GemmTiles(block_n=128, block_k=128, num_warps=4, num_stages=4, programs_per_sm=1)
-# Hopper's kernels have tiles of one size (`ep_moe.kernels.hopper.arguments`); `group_m` alone may be another
+# Hopper's kernels choose `block_m` by the rows (`ep_moe.kernels.hopper.arguments`); `group_m` alone may be another
 HOPPER_TILES = ExpertTiles(block_m=128, first=_HOPPER_GEMM, second=_HOPPER_GEMM, group_m=8, backend="hopper")
 
 

@@ -230,12 +230,18 @@ def test_tiles_of_gpus_with_less_shared_memory(scheme: str, shared_kib: int, mon
 
 ACTIVATIONS = {kind.value: ActivationConfig(kind=kind) for kind in ActivationKind} | {"gpt-oss": GPT_OSS}
 ODD_ROWS = [0, 1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 300, 0, 256, 7, 384]
+ODD_ROWS_OF_32 = [0, 1, 15, 16, 17, 31, 32, 33, 47, 7, 0, 49, 3, 1, 2, 1]  # 16 on average, in tiles of 32
+ODD_ROWS_OF_64 = [0, 1, 31, 32, 33, 63, 64, 65, 95, 7, 0, 97, 9, 2, 8, 3]  # 32 on average, in tiles of 64
 
 
-@pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize(
+    ("biased", "odd_rows"),
+    [(False, ODD_ROWS), (True, ODD_ROWS), (False, ODD_ROWS_OF_32), (True, ODD_ROWS_OF_64)],
+    ids=["", "bias", "32", "bias-64"],
+)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("scheme", [*SCHEMES, "fp8_block_ue8m0", "int8_w8a16", "int4_w4a16_g16", "nvfp4_w4a16"])
-def test_hopper_gemms_of_odd_sizes(scheme: str, activation: str, biased: bool) -> None:
+def test_hopper_gemms_of_odd_sizes(scheme: str, activation: str, biased: bool, odd_rows: list[int]) -> None:
     """Tiles that rows or columns do not fill, experts that begin at any row, NaN in a row, unaligned tensors.
 
     Of 400 columns, the second GEMM has tiles of 128, as they are few; of 1040 tiles of 256.
@@ -245,13 +251,13 @@ def test_hopper_gemms_of_odd_sizes(scheme: str, activation: str, biased: bool) -
     model = Model(
         hidden=(1040 if biased else 400) + words,
         intermediate=640 if gated and "block" in scheme else 336 + words,
-        experts=len(ODD_ROWS),
+        experts=len(odd_rows),
         num_topk=1,
         activation=ACTIVATIONS[activation],
         biased=biased,
     )
     weights, experts = make_weights(model, scheme), make_experts("hopper", model.activation)
-    ids = torch.arange(len(ODD_ROWS), device="cuda").repeat_interleave(torch.tensor(ODD_ROWS, device="cuda"))
+    ids = torch.arange(len(odd_rows), device="cuda").repeat_interleave(torch.tensor(odd_rows, device="cuda"))
     rows = make_rows(dataclasses.replace(model, num_topk=1), scheme, len(ids))
     rows = dataclasses.replace(rows, local_topk_ids=ids.int().unsqueeze(1), topk_weights=torch.ones_like(ids)[:, None])
     batch = lay_out(rows, Layout.COMPACT, model, scheme, alignment=1).batch

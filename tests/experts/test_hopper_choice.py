@@ -12,7 +12,7 @@ gluon = pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper", 
 
 from ep_moe.experts.grouped_gemm import CallShape  # noqa: E402 - they import Triton
 from ep_moe.experts.hopper.gemms import HopperGemms  # noqa: E402
-from ep_moe.experts.tuning import HOPPER_TILES  # noqa: E402
+from ep_moe.experts.tuning import HOPPER_TILES, ExpertTiles  # noqa: E402
 
 
 def shape_of(scheme: str, expected_rows: int, *, num_experts: int = 32, hidden: int = 7168) -> CallShape:
@@ -73,12 +73,22 @@ def test_what_they_do_not_decode(scheme: str, hidden: int, reason: str) -> None:
     assert backend.tiles(shape_of(scheme, 512, hidden=hidden)) is None
 
 
-@pytest.mark.parametrize("scheme", ["fp8_block", "fp8_token", "int8_block", "int8_token"])
-def test_rows_from_which_8_bits_are_multiplied(scheme: str) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "least", "least_gathered"),
+    [("none", 2, 96), ("fp8_block", 1, 64), ("fp8_token", 1, 64), ("int8_block", 1, 64), ("int8_token", 1, 64)],
+)
+def test_rows_from_which_they_multiply(scheme: str, least: int, least_gathered: int) -> None:
     backend = HopperGemms(anywhere=True)
-    few, many = (dataclasses.replace(shape_of(scheme, rows), scale_strides=(0, 1, 2048)) for rows in (63, 64))
-    assert backend.tiles(few) is None
-    assert backend.tiles(many) == HOPPER_TILES
+
+    def tiles(rows: int, *, gathered: bool = False) -> ExpertTiles | None:
+        shape = dataclasses.replace(shape_of(scheme, rows), scale_strides=(0, 1, 2048), gathered=gathered)
+        return backend.tiles(shape)
+
+    assert (least == 1) == (tiles(1) is not None)
+    for rows, of_tile in {least: 32, 16: 32, 17: 64, 32: 64, 33: 128, 5000: 128}.items():
+        assert tiles(rows) == dataclasses.replace(HOPPER_TILES, block_m=of_tile)
+    assert tiles(least_gathered - 1, gathered=True) is None
+    assert tiles(least_gathered, gathered=True) == HOPPER_TILES
 
 
 def test_blocks_of_int8_that_they_do_not_multiply() -> None:

@@ -16,7 +16,14 @@ from ep_moe.experts.formats import Between
 from ep_moe.experts.grouped_gemm import CallShape, GroupedGemm
 from ep_moe.experts.hopper.decoded import DecodedGemms
 from ep_moe.experts.hopper.described import SHARED_BYTES, DescribedGemm, descriptor, pairs_of, rows_of
-from ep_moe.experts.hopper.shapes import BLOCK, CAPABILITY, LEAST_ROWS, STEP_BYTES, is_hopper, obstacle
+from ep_moe.experts.hopper.shapes import (
+    BLOCK,
+    CAPABILITY,
+    LEAST_ROWS,
+    STEP_BYTES,
+    is_hopper,
+    obstacle,
+)
 from ep_moe.experts.launching import num_programs
 from ep_moe.experts.tile_tables import log_once
 from ep_moe.experts.tuning import HOPPER_TILES, ExpertTiles
@@ -29,7 +36,6 @@ from ep_moe.kernels.hopper.overlap import THREADS
 
 _GATHERED_ROWS, _GATHERED_BYTES = 4, 2048  # of a row, that a program copies at a time
 _GATHERS_PER_SM = 8  # programs
-_MOST_FEW_ROWS = 16  # expected of an expert, with tiles of 32
 _DECODED = DecodedGemms()
 _NO_CODES = Codes(**{**dict.fromkeys(Codes._fields, False), "KIND": "none", "PACKED": 1, "GROUPS": 1})
 
@@ -84,7 +90,7 @@ class HopperGemms:
     """Both GEMMs in Gluon, on Hopper; a `Backend` that takes some calls.
 
     Args:
-        least_rows: expected of an expert, below which the calls are left to others; None: those of `LEAST_ROWS`.
+        least_rows: expected of an expert, below which the calls are left to others; None: those of `shapes`.
         anywhere: take calls whatever the device is, to compile their kernels.
         overlap: the second GEMM begins while the first one ends, if no kernel is between them. It then reads the
             counters that the first one writes, and cannot be launched without it.
@@ -102,7 +108,8 @@ class HopperGemms:
             return dataclasses.replace(self.default_tiles(shape), group_m=wanted.group_m)
         least = self._least_rows
         if least is None:
-            least = _DECODED.least_rows(shape) if shape.decodes else LEAST_ROWS.get(shape.row_dtype.itemsize, 0)
+            by_bytes = LEAST_ROWS[shape.gathered]
+            least = _DECODED.least_rows(shape) if shape.decodes else by_bytes.get(shape.row_dtype.itemsize, 0)
         if shape.expected_rows < least:
             return None
         reason = self.obstacle(shape)
@@ -111,11 +118,11 @@ class HopperGemms:
         return self.default_tiles(shape) if reason is None else None
 
     def default_tiles(self, shape: CallShape) -> ExpertTiles:
-        """Tiles of 128 rows, or of 32 if few are expected; or those for weights that are decoded. Local."""
+        """Tiles of which the expected rows of an expert fill half, or of 128 rows; or for decoded weights. Local."""
         if shape.decodes:
             return _DECODED.default_tiles(shape)
-        few = shape.expected_rows <= _MOST_FEW_ROWS
-        return dataclasses.replace(HOPPER_TILES, block_m=FEW_ROWS.value if few else ROWS.value)
+        rows = next((rows for rows in FEW_ROWS if 2 * shape.expected_rows <= rows), ROWS.value)
+        return dataclasses.replace(HOPPER_TILES, block_m=rows)
 
     def obstacle(self, shape: CallShape) -> str | None:
         """Why the kernels do not compute calls of this shape, however many rows they have. Local."""

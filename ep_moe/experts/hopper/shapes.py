@@ -10,8 +10,9 @@ if TYPE_CHECKING:  # it imports Triton
     from ep_moe.experts.grouped_gemm import CallShape
 
 CAPABILITY = (9, 0)
-# expected of an expert, by bytes of an element: with fewer, Triton's kernels read the weights as fast
-LEAST_ROWS = {1: 64, 2: 96}
+# expected of an expert, below which Triton's kernels are as fast: by whether Hopper's gather rows first, and by an
+# element's bytes
+LEAST_ROWS = {False: {1: 1, 2: 2}, True: {1: 64, 2: 96}}
 BLOCK = 128  # rows and columns of a weight that share a scale, and columns of a row
 _ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8)
 _MOST_ROWS = 2**31 - 2**16  # TMA's coordinates are int32

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from triton.experimental.gluon import language as gl
 
 ROWS = gl.constexpr(128)  # of a tile, half of them of each warp group
-FEW_ROWS = gl.constexpr(32)  # of a tile whose products are transposed: weights are then their left operand
+FEW_ROWS = (32, 64)  # of a tile whose products are transposed: weights are then their left operand
 HALF_N = gl.constexpr(128)  # columns of a half tile
 
 
@@ -23,7 +23,7 @@ class Pipeline(NamedTuple):
     HALVES: gl.constexpr  # 2; 1 if tiles of 128 columns of a second GEMM still leave SMs without one
     COLUMN_TILES: gl.constexpr  # of halves of 128 columns, or of the gate and the up half of the same 128
     W_BLOCKS: gl.constexpr  # of 128 of an expert's W rows
-    BLOCK_M: gl.constexpr  # ROWS or FEW_ROWS
+    BLOCK_M: gl.constexpr  # ROWS, or one of FEW_ROWS
     GROUP_M: gl.constexpr  # row tiles that cover all columns before the next ones
     FIRST: gl.constexpr  # w13, not w2: reads rows of the batch and stores the intermediate
     PACKED: gl.constexpr  # rows of x are in the order of the tile list

@@ -3,9 +3,9 @@
 Letters: L local experts, K columns that a GEMM reduces over, N columns of its result, W rows of its weights, G scale
 groups, Q row tiles of all experts.
 
-A program has three partitions: a warp that loads by TMA, and two warp groups with half of a tile's rows each. A tile has
-128 rows, or 32, and two halves of 128 columns: the gate and the up half of the same columns, or neighbors. The tensor
-core multiplies 64 rows at least, of its left operand: of 32 rows products are transposed.
+A program has three partitions: a warp that loads by TMA, and two warp groups with half of a tile's rows each. A tile
+has 128 rows, or 32 or 64, and two halves of 128 columns: the gate and the up half of the same columns, or neighbors.
+The tensor core multiplies 64 rows of its left operand at least: of fewer rows products are transposed.
 """
 
 from triton.experimental import gluon
@@ -29,9 +29,7 @@ def _block_scales(operands, expert, first_row, PIPE):
 
 
 @gluon.jit
-def _accumulate(
-    group: gl.constexpr, step, buffers, operands, expert, column, other_column, PIPE, SCALES
-):
+def _accumulate(group: gl.constexpr, step, buffers, operands, expert, column, other_column, PIPE, SCALES):
     """Multiply a tile over K: both halves, of columns from `column` and from `other_column` of w on."""
     if SCALES.WEIGHT == "block":
         scale_ptr = _block_scales(operands, expert, column, PIPE)
@@ -150,7 +148,8 @@ def _hopper_gemm_kernel(
     EPILOGUE,
 ):
     """out = epilogue(w @ x), tile by tile."""
-    x = gl.allocate_shared_memory(x_desc.dtype, [2 * PIPE.STAGES, PIPE.BLOCK_M // 2, PIPE.BLOCK_K], x_desc.layout)
+    HALF_M: gl.constexpr = PIPE.BLOCK_M // 2
+    x = gl.allocate_shared_memory(x_desc.dtype, [2 * PIPE.STAGES, HALF_M, PIPE.BLOCK_K], x_desc.layout)
     w = gl.allocate_shared_memory(w_desc.dtype, [PIPE.HALVES * PIPE.STAGES, HALF_N, PIPE.BLOCK_K], w_desc.layout)
     if x_scale_desc is not None:
         x_scale = gl.allocate_shared_memory(gl.float32, [PIPE.STAGES, 1, PIPE.BLOCK_M], x_scale_desc.layout)
@@ -159,7 +158,7 @@ def _hopper_gemm_kernel(
         x_scale = gl.allocate_shared_memory(gl.float32, [PIPE.STAGES, PIPE.BLOCK_M], flat)
     else:
         x_scale = None
-    staging = gl.allocate_shared_memory(out_desc.dtype, [2 * PIPE.OUT_BUFFERS, PIPE.BLOCK_M // 2, HALF_N], out_desc.layout)
+    staging = gl.allocate_shared_memory(out_desc.dtype, [2 * PIPE.OUT_BUFFERS, HALF_M, HALF_N], out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [PIPE.STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [PIPE.STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(PIPE.STAGES):

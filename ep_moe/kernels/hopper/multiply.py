@@ -15,7 +15,7 @@ _PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # f
 @gluon.constexpr_function
 def _sums_layout(ITEM_BITS, BLOCK_M):
     """The registers of a half tile's sums."""
-    columns = HALF_N.value if BLOCK_M == ROWS.value else BLOCK_M // 2
+    columns = HALF_N.value if ROWS.value == BLOCK_M else BLOCK_M // 2
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 256 // ITEM_BITS])
 
 
