@@ -21,7 +21,7 @@ def neighbours(tiles: ExpertTiles, shape: CallShape) -> Iterator[ExpertTiles]:
     """Tiles that differ in one number of one GEMM, or in their row tiles, and that the GPU can launch. Local."""
     for group_m in _doubled(tiles.group_m, _GROUP_M):
         yield from _fitting(dataclasses.replace(tiles, group_m=group_m), shape)
-    if tiles.backend == HOPPER_TILES.backend:  # its kernels have tiles of one size
+    if tiles.backend == HOPPER_TILES.backend:  # whose tiles follow from the rows
         return
     rows = 2 * max(shape.expected_rows - 1, 1).bit_length()
     for block_m in _doubled(tiles.block_m, _BLOCK_M):

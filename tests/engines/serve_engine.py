@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import dataclasses
 import faulthandler
+import gc
 import hashlib
 import importlib
 import json
@@ -238,6 +239,8 @@ async def turn(options: argparse.Namespace) -> None:
     print(f"ready after {ready:.1f} s", flush=True)
     with options.lines.open("a") as file:
         file.write(json.dumps({"ready_secs": round(ready, 1)}) + "\n")
+    gc.collect()
+    gc.freeze()  # else a collection of all that the engine has imported stops some passes for half a second
     try:
         await measure(engine, options)
     finally:
