@@ -46,7 +46,7 @@ def start_launch(
 ) -> Kernel:
     """The launch for these shapes, row tiles as of `PreparedCall`, and a tile list of these names; it takes tensors as
     `start_names` says."""
-    del ids_dtype, tiles  # Triton reads it off the tensors of the first call
+    del ids_dtype, tiles  # Triton reads them off the tensors of the first call
     (max_tiles, block_m), placed = row_tiles, placing.constants if copying is None else placing.constants_of_few
     constants: dict[str, Any] = {"GROUPS": None, "SCALING": None}
     programs, num_warps, stride = 0, _LEAST_WARPS, 0
