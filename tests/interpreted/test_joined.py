@@ -68,6 +68,7 @@ def test_local_moe(
 ) -> None:
     if tokens in BLOCK_IDS:  # of no other test: launches are kept by the number of tokens
         monkeypatch.setattr(layout_kernels, "_BLOCK_IDS", BLOCK_IDS[tokens])
+        monkeypatch.setattr(layout_kernels, "_FEW_PAIRS", 128)
     weights = weights_in(scheme)
     experts = create_experts("triton", ActivationConfig(kind="silu"), DEVICE)
 
