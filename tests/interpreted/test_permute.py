@@ -273,10 +273,10 @@ def _started(packing: RoutedPacking, given: list[torch.Tensor]) -> dict[str, tor
 
 ROUTED = [  # tokens, top-k, experts, scheme, layout, what quantizes
     pytest.param(9, 3, 5, "none", Layout.COMPACT, "", id="few"),
-    pytest.param(257, 4, 7, "none", Layout.COMPACT, "", id="not_few"),
+    pytest.param(129, 5, 7, "none", Layout.COMPACT, "", id="not_few"),
     pytest.param(6, 33, 40, "none", Layout.BATCHED, "", id="several_launches"),
     pytest.param(16, 16, 6, "none", Layout.COMPACT, "", id="a_whole_block"),
-    pytest.param(130, 4, 6, "fp8_block", Layout.COMPACT, "packing", id="as_many_as_are_few"),
+    pytest.param(70, 5, 6, "fp8_block", Layout.COMPACT, "packing", id="as_many_as_are_few"),
     pytest.param(5, 33, 6, "none", Layout.COMPACT, "", id="too_many_comparisons"),
     pytest.param(1, 33, 300, "none", Layout.COMPACT, "", id="a_block_of_one_token"),
     pytest.param(11, 3, 5, "fp8_block", Layout.COMPACT, "packing", id="fp8_block"),
@@ -369,7 +369,7 @@ def test_routed_tokens(tokens: int, topk: int, experts: int, name: str, layout: 
         launches = {_start_of(packing, listed)[0] for listed in (TileList._fields, TileList._fields[:3])}
         assert len(launches) == 2, "the launch of a list without counters has not stored any"
         few = packing.copying is not None
-        not_few = tokens == 257 or (tokens == 5 and topk == 33)  # 2048 pairs, 8 * 64 * 64 comparisons
+        not_few = tokens == 129 or (tokens == 5 and topk == 33)  # 2048 pairs, 8 * 64 * 64 comparisons
         assert few == (layout is Layout.COMPACT and quantizer != "caller" and not not_few)
         for field in ("topk_weights", "expert_num_tokens", "expert_row_start", *["token_to_row", "x", "scale"] * few):
             if field in started:
