@@ -12,7 +12,7 @@ from ep_moe.experts.kernels import KernelExperts, RepeatedCall
 from ep_moe.kernel_launch.kernel import Kernel
 from ep_moe.kernel_launch.sequence import LaunchSequence, joined
 from ep_moe.local_moe.routed import RoutedPacking
-from ep_moe.local_moe.start import start_launch, start_names
+from ep_moe.local_moe.start import start_of
 from ep_moe.weights import ExpertWeights
 
 _FOUND = ("tokens", "ids", "weights")  # names of packing's inputs that launches before it may make
@@ -82,13 +82,13 @@ def join(
         of_routing = {name: f"0:{name}" for name in _FOUND if name in routing.pieces}
     start = None
     if packing.placing is not None:
-        shapes = packing.placing, packing.quantizing, packing.copying
-        names = placed, tiles, tokens = start_names(packing, computed.pieces)
-        start = start_launch(*shapes, call.row_tiles, tiles, packing.ids_dtype, packing.device)
+        start, names = start_of(packing, call.row_tiles, computed.pieces)
+        placed, tiles, tokens = names
         prefix, last = f"{len(parts) + 1}:", f"{len(parts) + 2}:"
         whole_names = {name: f"{prefix}{name}" for name in (*placed, *tokens) if name is not None} | of_routing
         whole_names |= {name: name.replace("tiles:", last) for name in tiles if name is not None}
         parts.append((LaunchSequence([(start, names)], (), {}, packing.device), whole_names))
+        shapes = packing.placing, packing.quantizing, packing.copying
         packed, computed = packed.behind(sum(shape is not None for shape in shapes)), computed.behind(1)
     prefix, given = str(len(parts)), packed.given
     parts.append((packed, of_routing))

@@ -20,22 +20,28 @@ _MOST_LAUNCHES = 512
 _LEAST_WARPS = 4  # of the program that makes the lists
 
 
-def start_names(packing: RoutedPacking, listed: Container[str]) -> tuple[Placed, TileList, Quantizing]:
-    """Names of the tensors that the launch takes, of packing and of the experts' tile list, in their order.
+def start_of(
+    packing: RoutedPacking, row_tiles: tuple[int, int], listed: Container[str]
+) -> tuple[Kernel, tuple[Placed, TileList, Quantizing]]:
+    """The launch, and the names of the tensors that it takes, of packing and of the experts' tile list, in their order.
 
-    `listed` has the fields of `TileList` that are not absent.
+    Args:
+        packing: with a `placing`. row_tiles: as of `PreparedCall`. listed: the fields of `TileList` that are present.
     """
+    assert packing.placing is not None
     tiles = TileList(*(f"tiles:{name}" if name in listed else None for name in TileList._fields))
     few, tokens = packing.copying is not None, Quantizing(None, None, None, None)
     if packing.quantizing is not None:
         tokens = Quantizing(*QUANTIZED)._replace(**({"data": "x", "scale": "scale:bytes"} if few else {}))
     elif few:
         tokens = tokens._replace(x="tokens:words", data="x:words")
-    return PLACED._replace(before=None, token_to_row="token_to_row") if few else PLACED, tiles, tokens
+    placed = PLACED._replace(before=None, token_to_row="token_to_row") if few else PLACED
+    shapes = packing.placing, packing.quantizing, packing.copying
+    return _start_launch(*shapes, row_tiles, tiles, packing.ids_dtype, packing.device), (placed, tiles, tokens)
 
 
 @functools.lru_cache(maxsize=_MOST_LAUNCHES)
-def start_launch(
+def _start_launch(
     placing: PlaceShape,
     quantizing: QuantizeShape | None,
     copying: CopyShape | None,
@@ -44,8 +50,7 @@ def start_launch(
     ids_dtype: torch.dtype,
     device: torch.device,
 ) -> Kernel:
-    """The launch for these shapes, row tiles as of `PreparedCall`, and a tile list of these names; it takes tensors as
-    `start_names` says."""
+    """The launch for these shapes, and for a tile list of which these names are not absent."""
     del ids_dtype, tiles  # Triton reads them off the tensors of the first call
     (max_tiles, block_m), placed = row_tiles, placing.constants if copying is None else placing.constants_of_few
     constants: dict[str, Any] = {"GROUPS": None, "SCALING": None}

@@ -30,7 +30,7 @@ from ep_moe.local_moe.pair_lists import PairLists
 from ep_moe.local_moe.pair_rows import pair_rows
 from ep_moe.local_moe.routed import RoutedPacking
 from ep_moe.local_moe.row_gemm import RowLists, gemm_rows
-from ep_moe.local_moe.start import start_launch, start_names
+from ep_moe.local_moe.start import start_of
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, QuantScheme, StoredMatrix, get_scheme
 from ep_moe.quant.triton import quantize
@@ -522,13 +522,9 @@ def _start(scheme_name: str, num_tokens: int, *, experts: int = 256, topk: int =
     def launch() -> None:
         packing, tensors = _packing(scheme_name, num_tokens, Layout.COMPACT, experts, topk)
         most, like = num_tokens * topk // 16 + experts, packing.sequence
-        placed, tiles, tokens = start_names(packing, TileList._fields[: None if hopper else 3])
-        assert packing.placing is not None
-        shapes = packing.placing, packing.quantizing, packing.copying
-        start = start_launch(*shapes, (most, 16), tiles, packing.ids_dtype, packing.device)
-        pieces = like.pieces | {name: ((most,), torch.int32) for name in tiles if name is not None}
-        steps = [(start, (placed, tiles, tokens))]
-        whole = LaunchSequence(steps, like.given, pieces, packing.device, aliases=like.aliases)
+        start, names = start_of(packing, (most, 16), TileList._fields[: None if hopper else 3])
+        pieces = like.pieces | {name: ((most,), torch.int32) for name in names[1] if name is not None}
+        whole = LaunchSequence([(start, names)], like.given, pieces, packing.device, aliases=like.aliases)
         whole.run(dict(zip(like.given, packing.inputs(*tensors), strict=True)))
 
     micro = get_scheme(scheme_name).payload.family == "micro"

@@ -9,13 +9,12 @@ import torch
 from helpers.sampling import thinned
 
 from ep_moe.config import Layout
-from ep_moe.kernel_launch.kernel import Kernel
 from ep_moe.kernel_launch.sequence import LaunchSequence
 from ep_moe.kernels.gemm.arguments import TileList
 from ep_moe.layout import Packed, TokenRows, reference, triton
 from ep_moe.layout.base import ADDRESSED, PackingSizes
 from ep_moe.local_moe.routed import RoutedPacking
-from ep_moe.local_moe.start import start_launch, start_names
+from ep_moe.local_moe.start import start_of
 from ep_moe.quant import Quantized, QuantScheme, TensorFormat, as_bytes, get_scheme, quantize
 from ep_moe.testing import assert_same_bits, poisoned_memory
 from interpreted.common import DEVICE, generator, random_payload, strided
@@ -253,16 +252,9 @@ def _rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return (rows if rows.dim() == 1 else as_bytes(rows).flatten(0, -2))[index]
 
 
-def _start_of(packing: RoutedPacking, listed: tuple[str, ...]) -> tuple[Kernel, tuple[Any, ...]]:
-    """The first kernel of a call whose tile list has these tensors, and the names of what it takes."""
-    names = start_names(packing, listed)
-    shapes = packing.placing, packing.quantizing, packing.copying
-    return start_launch(*shapes, (512, 16), names[1], packing.ids_dtype, packing.device), names
-
-
 def _started(packing: RoutedPacking, given: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """What the first kernel of a call stores in place of packing's launches, by the names of all tensors."""
-    launch, names = _start_of(packing, TileList._fields)
+    launch, names = start_of(packing, (512, 16), TileList._fields)
     lists = dict.fromkeys(filter(None, names[1]), ((512,), torch.int32))
     like, pieces = packing.sequence, {**packing.sequence.pieces, **lists}
     sequence = LaunchSequence([(launch, names)], like.given, pieces, packing.device, aliases=like.aliases)
@@ -366,7 +358,7 @@ def test_routed_tokens(tokens: int, topk: int, experts: int, name: str, layout: 
             started = _started(packing, packing.inputs(*inputs))
         for counter in ("amax", "next_tile", "stored"):
             assert not started[f"tiles:{counter}"][: 2 if counter == "next_tile" else experts].any(), counter
-        launches = {_start_of(packing, listed)[0] for listed in (TileList._fields, TileList._fields[:3])}
+        launches = {start_of(packing, (512, 16), listed)[0] for listed in (TileList._fields, TileList._fields[:3])}
         assert len(launches) == 2, "the launch of a list without counters has not stored any"
         few = packing.copying is not None
         not_few = tokens == 129 or (tokens == 5 and topk == 33)  # 2048 pairs, 8 * 64 * 64 comparisons
