@@ -303,9 +303,8 @@ def test_two_backends_in_turn_on_a_gpu(scheme: str) -> None:
     gemm = GemmTiles(block_n=64, block_k=64, num_stages=3)
     triton = ExpertTiles(block_m=32, first=gemm, second=gemm, backend="triton")
     random, chosen = torch.Generator(device).manual_seed(5), get_scheme(scheme)
-    plain = [
-        torch.randn(shape, generator=random, device=device).bfloat16() / 8 for shape in ((7, 256, 64), (7, 64, 128))
-    ]
+    shapes = (7, 256, 64), (7, 64, 128)
+    plain = [torch.randn(shape, generator=random, device=device).bfloat16() / 8 for shape in shapes]
     w13, w2 = (quantize_weight(w, chosen) if scheme != "none" else StoredMatrix(w) for w in plain)
     weights = ExpertWeights(w13=w13, w2=w2, scheme=chosen)
     backends = [create_experts("hopper", ACTIVATION, device, tiles=tiles) for tiles in (triton, HOPPER_TILES)]

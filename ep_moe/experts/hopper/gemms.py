@@ -16,14 +16,7 @@ from ep_moe.experts.formats import Between
 from ep_moe.experts.grouped_gemm import CallShape, GroupedGemm
 from ep_moe.experts.hopper.decoded import DecodedGemms
 from ep_moe.experts.hopper.described import SHARED_BYTES, DescribedGemm, descriptor, pairs_of, rows_of
-from ep_moe.experts.hopper.shapes import (
-    BLOCK,
-    CAPABILITY,
-    LEAST_ROWS,
-    STEP_BYTES,
-    is_hopper,
-    obstacle,
-)
+from ep_moe.experts.hopper.shapes import BLOCK, CAPABILITY, LEAST_ROWS, STEP_BYTES, is_hopper, obstacle
 from ep_moe.experts.launching import num_programs
 from ep_moe.experts.tile_tables import log_once
 from ep_moe.experts.tuning import HOPPER_TILES, ExpertTiles
@@ -90,7 +83,7 @@ class HopperGemms:
     """Both GEMMs in Gluon, on Hopper; a `Backend` that takes some calls.
 
     Args:
-        least_rows: expected of an expert, below which the calls are left to others; None: those of `shapes`.
+        least_rows: expected of an expert, below which the calls are left to others; None: those of `LEAST_ROWS`.
         anywhere: take calls whatever the device is, to compile their kernels.
         overlap: the second GEMM begins while the first one ends, if no kernel is between them. It then reads the
             counters that the first one writes, and cannot be launched without it.
