@@ -234,7 +234,10 @@ async def turn(options: argparse.Namespace) -> None:
     module = importlib.import_module(ENGINES[options.engine])
     folder = serve_models.write_model(options.model, options.lines.parent / "model", options.layers)
     began = time.monotonic()
-    engine = module.make(folder, options)
+    if options.http:
+        engine: Engine = importlib.import_module("serve_http").HttpServer(module, folder, options)
+    else:
+        engine = module.make(folder, options)
     ready = time.monotonic() - began
     print(f"ready after {ready:.1f} s", flush=True)
     with options.lines.open("a") as file:
@@ -406,6 +409,7 @@ def records(
                     "compile": options.compile,
                     "setting": f"{name}, {requests} requests",
                     "turns": len(options.turns),
+                    **({"http": True} if options.http else {}),
                     **{key: json.dumps(dict(more)) for key, more in sets.items() if more},
                 },
                 figures=ours,
@@ -476,6 +480,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--graph-sizes", nargs="+", type=int, default=list(GRAPH_SIZES), help="of captured steps")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="CUDA graphs of decode steps alone")
     parser.add_argument("--in-process", action="store_true", help="vLLM: vllm.LLM in one process, one GPU")
+    parser.add_argument("--http", action="store_true", help="the engine's HTTP server, by OpenAI's completions API")
     parser.add_argument("--attention", help="the engine's name of a backend")
     parser.add_argument("--moe-backend", help="of the engine's own experts")
     parser.add_argument("--set", nargs="+", type=assignment, default=[], help="more options of the engine: NAME=JSON")
@@ -493,10 +498,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} ({getattr(options, name)}) must be positive")
     if min(options.requests) < 1 or options.prompt_tokens > options.max_tokens:
         parser.error(f"--requests ({options.requests}) or --prompt-tokens ({options.prompt_tokens}) do not fit")
-    if options.sleep and (options.engine != "vllm" or options.in_process):
-        parser.error("--sleep is for vLLM in processes of its own")
-    if options.in_process and (options.engine != "vllm" or options.nproc > 1):
-        parser.error("--in-process is for vLLM on one GPU")
+    if options.sleep and (options.engine != "vllm" or options.in_process or options.http):
+        parser.error("--sleep is for vLLM in processes of its own, without --http")
+    if options.in_process and (options.engine != "vllm" or options.nproc > 1 or options.http):
+        parser.error("--in-process is for vLLM on one GPU, without --http")
     if options.append and (options.turns[0], set(options.turns)) != ("off", {"off", "on"}):
         parser.error(f"--append needs --turns ({' '.join(options.turns)}) that begin with off and have on")
     try:

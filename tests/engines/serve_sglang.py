@@ -1,10 +1,12 @@
-"""SGLang as `serve_engine` drives it: its `Engine`, which is its server without HTTP."""
+"""SGLang as `serve_engine` drives it: its `Engine`, which is its server without HTTP, or that server."""
 
 import argparse
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+
+import serve_http
 
 ENVIRON = {
     "SGLANG_IS_FLASHINFER_AVAILABLE": "false",
@@ -36,7 +38,7 @@ def arguments(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """SGLang's options of a run: tensor parallel x expert parallel, or with data-parallel attention."""
     found: dict[str, Any] = {
         "model_path": str(folder),
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not options.http,
         "load_format": "dummy",
         "random_seed": 0,
         "context_length": options.max_tokens + 512,
@@ -57,6 +59,18 @@ def arguments(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     if options.ranks == "dp":
         found |= {"dp_size": options.nproc, "enable_dp_attention": True}
     return found | dict(options.set)
+
+
+def serve(folder: Path, options: argparse.Namespace, port: int) -> None:
+    """Run SGLang's HTTP server until it is ended."""
+    stand_ins()
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    load_plugins()
+    address = {"host": serve_http.HOST, "port": port, "log_level_http": "warning"}
+    launch_server(ServerArgs(**arguments(folder, options), **address))
 
 
 class Sglang:

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import serve_http
+
 # both sides: no code of others is sought on the network
 ENVIRON = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -40,7 +42,7 @@ def arguments(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     found: dict[str, Any] = {
         "model": str(folder),
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not options.http,
         "load_format": "dummy",
         "generation_config": "vllm",
         "seed": 0,
@@ -61,6 +63,19 @@ def arguments(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     if options.moe_backend:
         found["moe_backend"] = options.moe_backend
     return found | ({"enable_sleep_mode": True} if options.sleep else {}) | dict(options.set)
+
+
+def serve(folder: Path, options: argparse.Namespace, port: int) -> None:
+    """Run vLLM's HTTP server until it is ended."""
+    import uvloop
+    from vllm.entrypoints.openai.api_server import run_server
+    from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    found = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    vars(found).update(arguments(folder, options), host=serve_http.HOST, port=port, uvicorn_log_level="warning")
+    validate_parsed_serve_args(found)
+    uvloop.run(run_server(found))
 
 
 class Vllm:

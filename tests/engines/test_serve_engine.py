@@ -315,6 +315,8 @@ def test_ranks_become_options_of_engines(tmp_path: Path, nproc: int, ranks: str)
         (["--set", "seed"], "argument --set: invalid assignment value: 'seed'"),
         (["--in-process", "--nproc", "2"], "--in-process is for vLLM on one GPU"),
         (["--in-process", "--sleep"], "--sleep is for vLLM in processes of its own"),
+        (["--http", "--sleep"], "--sleep is for vLLM in processes of its own, without --http"),
+        (["--http", "--in-process"], "--in-process is for vLLM on one GPU, without --http"),
         (["--append", "rows.jsonl"], "append needs --commit"),
         (["--append", "rows.jsonl", "--commit", "main"], "commit ('main') is not 7 to 40 hex digits"),
         (["--append", "rows.txt", "--commit", "d18acff"], "append ('rows.txt') must end in .jsonl"),
