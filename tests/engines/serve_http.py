@@ -44,7 +44,8 @@ class HttpServer:
             free.bind((HOST, 0))
             port = free.getsockname()[1]
         self.version, self._model = importlib.metadata.version(options.engine), str(folder)
-        self._process = multiprocessing.get_context("fork").Process(target=module.serve, args=(folder, options, port))
+        context = multiprocessing.get_context("spawn")  # what prints a turn's stacks may be started once in a fork
+        self._process = context.Process(target=module.serve, args=(folder, options, port))
         self._process.start()
         self._wait(f"http://{HOST}:{port}/health")
         self._client = openai.AsyncOpenAI(base_url=f"http://{HOST}:{port}/v1", api_key="none", max_retries=0)

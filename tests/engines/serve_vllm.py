@@ -67,6 +67,9 @@ def arguments(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 def serve(folder: Path, options: argparse.Namespace, port: int) -> None:
     """Run vLLM's HTTP server until it is ended."""
+    import serve_models
+
+    serve_models.stand_in_numba()
     import uvloop
     from vllm.entrypoints.openai.api_server import run_server
     from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args

@@ -42,8 +42,8 @@ def echo(folder: Path, options: argparse.Namespace, port: int) -> None:
 
         def chunks() -> Iterator[str]:
             for at in range(0, len(words), 2):
-                text = " ".join(["", *words[at : at + 2]])
-                yield f"data: {json.dumps({**base, 'choices': [{'text': text, 'index': 0, 'finish_reason': None}]})}\n\n"
+                choice = {"text": " ".join(["", *words[at : at + 2]]), "index": 0, "finish_reason": None}
+                yield f"data: {json.dumps({**base, 'choices': [choice]})}\n\n"
             yield "data: [DONE]\n\n"
 
         return StreamingResponse(chunks(), media_type="text/event-stream")
