@@ -399,17 +399,16 @@ def records(
                 world_size=options.nproc,
                 versions=versions,
                 command=shlex.join(["python", "tests/engines/serve_engine.py", *command]),
-                sweep=False,
+                sweep=options.http,  # its client takes a part of the time
                 shapes={"preset": options.model, "layers": options.layers or MODELS[options.model]["num_hidden_layers"]}
                 | {part: one[part] for part in ("requests", "prompt_tokens", "new_tokens")},
                 setup={
-                    "engine": options.engine,
+                    "engine": options.engine + " over HTTP" * options.http,
                     "engine_version": one["version"],
                     "ranks": options.ranks if options.nproc > 1 else "one",
                     "compile": options.compile,
                     "setting": f"{name}, {requests} requests",
                     "turns": len(options.turns),
-                    **({"http": True} if options.http else {}),
                     **{key: json.dumps(dict(more)) for key, more in sets.items() if more},
                 },
                 figures=ours,
