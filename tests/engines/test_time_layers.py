@@ -139,6 +139,40 @@ def test_a_failing_case_does_not_end_the_others(options: argparse.Namespace, mon
     assert len(timer.records) == 1
 
 
+def test_no_work_buffer_grows_once_a_graph_has_its_address(
+    options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Sharing(Stub):
+        """Its layers share a work buffer, which grows; each takes more than the one before."""
+
+        most = {"triton": 1, "auto": 2, OURS: 3}
+        size = 0
+
+        def call_of(self, layer: Any, x: torch.Tensor, logits: torch.Tensor) -> Callable[[], torch.Tensor]:
+            inner = super().call_of(layer, x, logits)
+
+            def call() -> torch.Tensor:
+                self.size = max(self.size, self.most[layer.label])
+                return inner()
+
+            return call
+
+    def capture(engine: Sharing, call: Callable[[], torch.Tensor]) -> time_layers.Captured:
+        output, size = call(), engine.size
+
+        def replay() -> None:
+            assert engine.size == size, "the graph's buffer is gone"
+            output.copy_(call())
+
+        return time_layers.Captured(replay, output)
+
+    monkeypatch.setattr(time_layers, "GRAPH_DEVICES", ("cpu",))
+    monkeypatch.setattr(time_layers, "capture", capture)
+    timer = run(Sharing(), options)
+    assert timer.failed == []
+    assert timer.records[0].figures["worst_graph_row_error"] == 0
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [
