@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 HOST = "127.0.0.1"
+START = "spawn"  # a fork of a turn hangs where it starts the printing of stacks again
 ASKS_AGAIN_SECS = 0.2  # whether the server is ready
 ENDS_SECS = 10.0
 
@@ -44,8 +45,8 @@ class HttpServer:
             free.bind((HOST, 0))
             port = free.getsockname()[1]
         self.version, self._model = importlib.metadata.version(options.engine), str(folder)
-        context = multiprocessing.get_context("spawn")  # what prints a turn's stacks may be started once in a fork
-        self._process = context.Process(target=module.serve, args=(folder, options, port))
+        process = multiprocessing.get_context(START).Process
+        self._process = process(target=module.serve, args=(folder, options, port))
         self._process.start()
         self._wait(f"http://{HOST}:{port}/health")
         self._client = openai.AsyncOpenAI(base_url=f"http://{HOST}:{port}/v1", api_key="none", max_retries=0)

@@ -56,6 +56,7 @@ def failing(folder: Path, options: argparse.Namespace, port: int) -> None:
 
 
 def server(serve: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> serve_http.HttpServer:
+    monkeypatch.setattr(serve_http, "START", "fork")
     monkeypatch.setattr(serve_http.importlib.metadata, "version", lambda name: f"{name} 1.0")
     monkeypatch.setattr(serve_models, "MODELS", {"small": {**serve_models.MODELS["qwen3-30b"], "vocab_size": COUNT}})
     module = types.SimpleNamespace(serve=serve)
