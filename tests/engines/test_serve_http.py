@@ -18,7 +18,7 @@ COUNT = 100  # ids
 
 
 def echo(folder: Path, options: argparse.Namespace, port: int) -> None:
-    """A server that answers with a prompt's tokens, the ranks that were named and the model before them."""
+    """A server that answers with the rank that was named, in both ways, and the prompt's tokens behind it."""
     import fastapi
     import uvicorn
     from fastapi.responses import StreamingResponse
