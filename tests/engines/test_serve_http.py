@@ -34,10 +34,11 @@ def echo(folder: Path, options: argparse.Namespace, port: int) -> None:
         asked = await request.json()
         assert (asked["model"], asked["temperature"], asked["ignore_eos"]) == (str(folder), 0.0, True)
         ranks = [asked.get("routed_dp_rank", 99), int(request.headers.get("x-data-parallel-rank", 99))]
-        words = [str(token) for token in [*ranks, *asked["prompt"]]][: asked["max_tokens"]]
+        given = [str(token) for token in [*ranks, *asked["prompt"]]]
+        words = given[: asked["max_tokens"]]
         base = {"id": "1", "created": 0, "model": "", "object": "text_completion"}
         if not asked.get("stream"):
-            found = {"top_logprobs": [{word: -float(i) for i, word in enumerate(words[: asked["logprobs"]])}]}
+            found = {"top_logprobs": [{word: -float(i) for i, word in enumerate(given[: asked["logprobs"]])}]}
             return {**base, "choices": [{"text": words[0], "index": 0, "finish_reason": "length", "logprobs": found}]}
 
         def chunks() -> Iterator[str]:
@@ -72,7 +73,7 @@ def test_tokens_are_asked_for_over_http(tmp_path: Path, monkeypatch: pytest.Monk
             assert found == [[1, 1], [7, 8]]
             answer = await serve_engine.answer(engine, [5, 6, 7], 5, None, 0.0)
             assert answer.tokens == [99, 99, 5, 6, 7]
-            assert await engine.first_logprobs([5], 3, 0) == {0: 0.0}
+            assert await engine.first_logprobs([5, 6, 7], 4, None) == {99: -1.0, 5: -2.0, 6: -3.0}
             with pytest.raises(RuntimeError, match="a request of 9 tokens ended after 5"):
                 await serve_engine.answer(engine, [5, 6, 7], 9, None, 0.0)
         finally:
