@@ -428,7 +428,8 @@ class EPGroup:
 
         For a group that has failed, after its error: the survivors go on without the lost ranks. For a whole group,
         between two collectives: ranks come or leave. Every rank of the new group calls it with the same arguments,
-        those that are new to it on their standby group (`from_env`); nothing is waited for but these. A rank that
+        those that are new to it on their standby group (`from_env`); nothing is waited for but these, and in a whole
+        group, as when it is destroyed, until its ranks are all connected. A rank that
         joins no further group calls `destroy`. Everything made with the old group is to be made anew
         (`Session.regroup` does it for a model). If it fails, it may be called again with a later epoch.
 
@@ -479,7 +480,7 @@ class EPGroup:
         if self.watch is None:
             return
         owned = self._epoch is not None
-        if owned and not at_once:
+        if owned:
             self.watch.let_connect()
         self.watch.leave()
         at_once = self.watch.lost() or (at_once and self.backend == "gloo")

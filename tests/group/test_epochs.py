@@ -6,6 +6,7 @@ import signal
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from ep_moe.environment import LaunchEnv
 from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.group.joining import Epoch, _agree_on_seats
 from ep_moe.group.parts import split
+from ep_moe.group.watch import Watch
 from ep_moe.launch import RankFailedError, launch
 
 CONFIG = GroupConfig(timeout_secs=20.0, heartbeat_secs=0.2)
@@ -93,6 +95,37 @@ def test_epochs_of_a_launch(tmp_path: Path) -> None:
         assert (seen, own, epoch, lost, left) == ([0, 1, 2], rank, 4, (0,), [1, 2])
         assert words.startswith(killed.format(0))
         assert place == (rank - 1, 2, 0)
+
+
+def regroup_beside_a_slow_rank(group: EPGroup) -> tuple[float, list[int]]:
+    """Regroup, rank 1 after it has said late that it is connected; when it said so, or when this rank left."""
+    watch, when, late = group.watch, [0.0], group.rank == 1
+    assert watch is not None
+    if late:
+        with watch.waiting("connect", None, 0):  # not yet
+            pass
+    group.wait_for_all("begin")
+    if late:
+        time.sleep(0.5)
+        when[0] = time.monotonic()
+        watch.connected()
+
+    def leave() -> None:
+        if not late:
+            when[0] = time.monotonic()
+        Watch.leave(watch)
+
+    with mock.patch.object(watch, "leave", leave):
+        last = group.regroup(1, (0, 1, 2))
+    return when[0], seats_seen(last)
+
+
+def test_no_rank_leaves_a_whole_group_before_all_are_connected() -> None:
+    """gloo fails to connect to a rank that is gone already."""
+    found = launch(regroup_beside_a_slow_rank, num_ranks=3, config=CONFIG, device="cpu")
+    (first, said, last), seen = zip(*found, strict=True)
+    assert said < min(first, last)
+    assert list(seen) == [[0, 1, 2]] * 3
 
 
 def test_only_ranks_of_a_launch_regroup() -> None:
