@@ -14,7 +14,6 @@ from ep_moe.report.tables import show_figure
 
 WIDTH_INCHES, DPI = 8.0, 100  # 800 pixels
 BAR_INCHES, HEAD_INCHES, LINES_INCHES = 0.34, 1.3, 4.2
-MOST_BARS = 12
 SMALL: dict[str, Any] = {"textcoords": "offset points", "fontsize": 9}
 OURS_COLOUR, SLOWER_COLOUR, BASELINE_COLOUR = "#2f6fb0", "#d9730d", "#6b7280"
 LINE_STYLES = ("-", ":")  # of the ratio to the first baseline, and to the second
@@ -24,7 +23,6 @@ MARKERS, SHADES = "osD^", ("#2f6fb0", "#0b3d70", "#6ea3d8", "#9ec3e6")  # of eac
 def _bars(axes: Any, rows: Sequence[Record], summary: Summary) -> float:
     """Draw a bar of the ratio for each row; returns the height in inches."""
     name, title = next(iter(summary.baselines.items()))
-    rows = rows[:MOST_BARS]
     ratios = [summary.ratio(row, name) or 0.0 for row in rows]
     for place, (row, ratio) in enumerate(zip(rows, ratios, strict=True)):
         slower = is_slower(ratio)
