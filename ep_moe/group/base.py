@@ -427,11 +427,11 @@ class EPGroup:
         """The group of other ranks of this launch, in place of this one, which is destroyed.
 
         For a group that has failed, after its error: the survivors go on without the lost ranks. For a whole group,
-        between two collectives: ranks come or leave. Every rank of the new group calls it with the same arguments,
-        those that are new to it on their standby group (`from_env`); nothing is waited for but these, and in a whole
-        group, as when it is destroyed, until its ranks are all connected. A rank that
-        joins no further group calls `destroy`. Everything made with the old group is to be made anew
-        (`Session.regroup` does it for a model). If it fails, it may be called again with a later epoch.
+        between two collectives: ranks come or leave; it is left once all of its ranks are connected, as by `destroy`.
+        Every rank of the new group calls it with the same arguments, those that are new to it on their standby group
+        (`from_env`); no other rank is waited for. A rank that joins no further group calls `destroy`. Everything made
+        with the old group is to be made anew (`Session.regroup` does it for a model). If it fails, it may be called
+        again with a later epoch.
 
         Args:
             epoch: a number above those of all groups of the launch before, and of all attempts.
