@@ -7,6 +7,7 @@ for the surviving ranks. Ranks are forked by a server that has torch loaded, so 
 import contextlib
 import ctypes
 import multiprocessing
+import multiprocessing.util
 import os
 import secrets
 import signal
@@ -187,6 +188,8 @@ def _child(pipe: Connection, stderr: Connection, environ: dict[str, str], payloa
     sys.stderr.flush()
     with contextlib.suppress(BrokenPipeError):  # the launcher has gone
         pipe.send_bytes(data)
+    # without it the end of the launcher warns of semaphores, such as those of transformers' progress bars
+    multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]
     os._exit(0)  # an orderly exit would join backend threads that may still wait for a lost rank
 
 

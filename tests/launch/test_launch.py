@@ -1,5 +1,6 @@
 """Launched ranks return results in order, are named when they fail, and never outlive their launcher."""
 
+import multiprocessing
 import os
 import pickle
 import signal
@@ -242,6 +243,22 @@ def cling_to_life(group: EPGroup, folder: str) -> None:
         raise ValueError("first")
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(1000)
+
+
+_kept: list[Any] = []
+
+
+def keep_a_lock(group: EPGroup) -> str:
+    """Make a lock between processes, as progress bars do; the name of its semaphore."""
+    _kept.append(multiprocessing.get_context("forkserver").Lock())
+    return str(_kept[0]._semlock.name)
+
+
+def test_a_rank_leaves_no_semaphore() -> None:
+    """The end of the launcher warns of those that are left."""
+    (name,) = launch(keep_a_lock, num_ranks=1, config=CONFIG, device="cpu")
+    assert name.startswith("/mp-")
+    assert not Path("/dev/shm", f"sem.{name[1:]}").exists()
 
 
 def test_a_rank_that_will_not_end_is_ended(tmp_path: Path) -> None:
