@@ -6,8 +6,6 @@ from typing import Any
 
 from ep_moe.report.records import BENCHES, Record, newest
 
-MOST_ROWS = 13  # of a summary
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
@@ -56,7 +54,7 @@ class Summary:
             chosen[str([row.world_size, *self._values(row)])] = row
             last[self._group(row)] = row
         found = [row for row in chosen.values() if not self.together or row.commit == last[self._group(row)].commit]
-        return sorted(found, key=lambda row: (row.world_size, *map(_order, self._values(row))))[:MOST_ROWS]
+        return sorted(found, key=lambda row: (row.world_size, *map(_order, self._values(row))))
 
     def _values(self, row: Record) -> list[Any]:
         return [row.value(path) for path in self.words.values()]

@@ -15,7 +15,7 @@ from ep_moe.cli import app
 from ep_moe.report import plots
 from ep_moe.report.page import make_report
 from ep_moe.report.records import FIELDS, Record, append_records, newest, read_records
-from ep_moe.report.summaries import MOST_ROWS, Summary
+from ep_moe.report.summaries import Summary
 
 ROOT = Path(__file__).parents[2]
 
@@ -398,13 +398,13 @@ def test_bars_that_lose_are_marked() -> None:
     many = [make_record(shapes={"preset": "tiny", "tokens_per_rank": n}) for n in range(1, 20)]
     axes = Axes()
     plots.plot_rows(axes, summary.choose(many), summary)
-    assert len(axes.bars) == MOST_ROWS
+    assert len(axes.bars) == len(many)
 
 
-@pytest.mark.parametrize("bench", ["layer", "transport", "model", "experts", "engine"])
+@pytest.mark.parametrize("bench", ["layer", "transport", "model", "experts", "engine", "engine_serve"])
 def test_the_summaries_of_this_repository_are_small(bench: str) -> None:
     rows = Summary.of(bench).choose([row for row in read_records(ROOT / "docs" / "benchmarks") if row.bench == bench])
-    assert 6 <= len(rows) <= MOST_ROWS
+    assert 6 <= len(rows) <= 24
     assert len({row.gpu for row in rows}) == 1
 
 
