@@ -473,7 +473,7 @@ class EPGroup:
         self._leave(at_once=False)
 
     def _leave(self, *, at_once: bool) -> None:
-        """`destroy`; with `at_once` in the background as far as other ranks may be waited for, as after a loss."""
+        """`destroy`; with `at_once`, as after a loss, waits for connected ranks go on in the background."""
         if self.destroyed:
             return
         self.destroyed, self._gathers = True, None

@@ -401,10 +401,13 @@ def test_bars_that_lose_are_marked() -> None:
     assert len(axes.bars) == len(many)
 
 
-@pytest.mark.parametrize("bench", ["layer", "transport", "model", "experts", "engine", "engine_serve"])
-def test_the_summaries_of_this_repository_are_small(bench: str) -> None:
+@pytest.mark.parametrize(
+    ("bench", "most"),
+    [("layer", 12), ("transport", 13), ("model", 12), ("experts", 12), ("engine", 13), ("engine_serve", 24)],
+)
+def test_the_summaries_of_this_repository_are_small(bench: str, most: int) -> None:
     rows = Summary.of(bench).choose([row for row in read_records(ROOT / "docs" / "benchmarks") if row.bench == bench])
-    assert 6 <= len(rows) <= 24
+    assert 6 <= len(rows) <= most
     assert len({row.gpu for row in rows}) == 1
 
 
