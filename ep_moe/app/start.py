@@ -137,7 +137,7 @@ def start_logs(level: str) -> None:
 
 def logging_rank(group: "EPGroup", target: "Target", engine: EngineConfig, *args: Any) -> Any:
     """A rank's part of a job, with its log lines. Collective."""
-    logs.configure(engine.log_level, f"rank {group.rank}")
+    logs.configure(engine.log_level, f"rank {group.seat}")
     function = pkgutil.resolve_name(target) if isinstance(target, str) else target
     return function(group, engine, *args)
 

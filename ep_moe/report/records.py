@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ep_moe.config import from_mapping
+from ep_moe.environment import shares_gpus
 from ep_moe.fields import Field, check_fields, check_keys, require
 
 if TYPE_CHECKING:
@@ -238,11 +239,11 @@ def now() -> str:
 
 
 def device_name(device: "torch.device") -> str:
-    """The name of the GPU, or of the CPU. Local."""
+    """The name of the GPU, and whether ranks may share it, or of the CPU. Local."""
     import torch
 
     if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
+        return str(torch.cuda.get_device_name(device)) + ", shared" * shares_gpus()
     info = Path("/proc/cpuinfo")
     names = re.findall(r"^model name\s*:\s*(\S.*)$", info.read_text() if info.is_file() else "", re.MULTILINE)
     return names[0].strip() if names else platform.processor() or platform.machine() or "CPU"

@@ -10,6 +10,7 @@ from ep_moe.environment import shares_gpus
 from ep_moe.group import symmetric
 from ep_moe.group.joining import MAX_SHARED_RANKS, backend_of, num_gpu_ranks, pick_device
 from ep_moe.group.symmetric import why_unreachable
+from ep_moe.report.records import device_name
 
 UUIDS = ("a", "b", "c")  # of GPUs 0, 1, 2
 REACHED = {(0, 1), (1, 0)}
@@ -45,6 +46,15 @@ def test_a_machine_without_gpus_has_none_to_share(monkeypatch: pytest.MonkeyPatc
     assert num_gpu_ranks() == 0
     with pytest.raises(RuntimeError, match="this machine has 0 GPUs"):
         pick_device("cuda", 1, 2)
+
+
+def test_rows_say_that_ranks_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    names = []
+    for switch in "01":
+        monkeypatch.setenv("EP_MOE_SHARED_GPU", switch)
+        names.append(device_name(torch.device("cuda", 0)))
+    assert names == ["NVIDIA H200", "NVIDIA H200, shared"]
 
 
 def test_a_switch_that_is_none() -> None:

@@ -22,7 +22,7 @@ from ep_moe.routing import Routing
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETING else "cuda"
-NUM_RANKS = 3 if INTERPRETING else min(num_gpu_ranks(), 3)  # with two ranks no third one could be blamed
+NUM_RANKS = 3 if INTERPRETING else min(num_gpu_ranks(), 4)  # with two ranks no third one could be blamed
 CAN_RUN = NUM_RANKS >= 2
 CONFIG = GroupConfig(timeout_secs=5.0 if INTERPRETING else 20.0, heartbeat_secs=0.25)  # a GPU's ranks compile first
 NO_RANK_LOST = GroupConfig(timeout_secs=60.0, heartbeat_secs=0.25)  # for tests without a lost rank

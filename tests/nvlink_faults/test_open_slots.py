@@ -31,7 +31,8 @@ from nvlink_faults.common import (
 VICTIM = 1
 OPEN_ROUND, FOUND_ROUND = 2, 3  # the round that is open on slot 0 at the loss, and that which finds it on slot 1
 WITHOUT = tuple(rank != VICTIM for rank in range(NUM_RANKS))
-# how far each rank is with slot 0's round when the loss is found; "blind" sends after it and before the agreement
+# how far each rank is with slot 0's round when the loss is found, a fourth as the third; "blind" sends after it and
+# before the agreement
 PROGRESS = {
     "all-sent": ("sent", "sent", "sent"),
     "sent-and-not": ("sent", "sent", "late"),
@@ -70,7 +71,7 @@ def bring_home(transport: Any, progress: str, dispatched: Any) -> torch.Tensor:
 
 def lose_a_rank_between(group: EPGroup, progress: str, folder: Path) -> None:
     """Open a round on slot 0, lose the victim, find it on slot 1, end the open round, run more on both slots."""
-    transport, mine = make_transport(group, on_peer_loss="mask", num_slots=2), PROGRESS[progress][group.rank]
+    transport, mine = make_transport(group, on_peer_loss="mask", num_slots=2), PROGRESS[progress][min(group.rank, 2)]
     send(transport, 0)
     bring_home(transport, "sent", None)
     finish(transport, begin(transport, 1, slot=1))

@@ -180,6 +180,8 @@ def test_a_checkpoint_and_restarts_that_are_gone_end_the_server(tmp_path: Path) 
         os.kill(ranks_of(server.process.pid)[2], signal.SIGKILL)
         while not any("go on as before" in line for line in server.errors):
             time.sleep(0.1)
+        loaded = [line for line in server.errors if "layers of experts read" in line]
+        assert [f" rank {rank} INFO " in line for rank, line in enumerate(loaded)] == [True, True], loaded
         stream: list[str] = []
         thread = threading.Thread(target=lambda: stream.append(ask(server, 4, [])))
         thread.start()
