@@ -1,7 +1,8 @@
 """`ep-moe` whose ranks have faults when a test asks for them: `python faulty.py serve ...`.
 
 A file FOLDER/<process id> of the text "kind phase count" gives that rank a fault in the count-th step of a phase from
-then on. The rank removes the file, and adds a line of that text to FOLDER/hits. FOLDER is in EP_MOE_TEST_FAULTS.
+then on. The rank removes the file, and adds a line of that text, its process and the time to FOLDER/hits. FOLDER is in
+EP_MOE_TEST_FAULTS.
 """
 
 import contextlib
@@ -20,9 +21,15 @@ FOLDER = "EP_MOE_TEST_FAULTS"
 
 
 class Faults:
-    """The faults of a rank. phase: of its passes."""
+    """The faults of a rank. phase: of its passes.
 
-    def __init__(self, folder: Path) -> None:
+    Attributes:
+        awaited: whether others wait for it. A process that loads the model beside them is given up by none if it is
+            stopped, and may join them later.
+    """
+
+    def __init__(self, folder: Path, awaited: bool) -> None:
+        self.awaited = awaited
         self._order, self._hits, self._left = folder / str(os.getpid()), folder / "hits", 0
         self._phase = "decode"
 
@@ -34,14 +41,14 @@ class Faults:
             return
         text = self._order.read_text()
         kind, wanted, count = text.split()
-        if wanted != phase:
+        if wanted != phase or (kind == "stop" and not self.awaited):
             return
         self._left = (self._left or int(count)) - 1
         if self._left:
             return
         self._order.unlink()
         with self._hits.open("a") as file:
-            file.write(f"{text}\n")
+            file.write(f"{text} in {os.getpid()} at {time.strftime('%X')}\n")
         if kind == "memory":
             resource.setrlimit(resource.RLIMIT_AS, (1, resource.RLIM_INFINITY))  # what it has stays
             bytearray(2**28)
@@ -82,16 +89,22 @@ def rank_main(group: Any, *args: Any) -> Any:
     from ep_moe.experts.reference import ReferenceExperts
     from ep_moe.group import joining
 
-    faults, prefill = Faults(Path(os.environ[FOLDER])), RowDecoder._prefill
+    faults, prefill = Faults(Path(os.environ[FOLDER]), awaited=not group.standby), RowDecoder._prefill
+    init_world = joining._init_world
 
     def prefilling(self: Any, sizes: Any) -> Any:
         with faults.prefilling():
             return prefill(self, sizes)
 
+    def join(*args: Any) -> None:
+        faults.awaited = True
+        faults.step("joining")
+        init_world(*args)
+
     RowDecoder._prefill = prefilling  # type: ignore[method-assign]
+    joining._init_world = join
     faults.before(ReferenceExperts, "__call__")
     faults.before(Rebalancer, "_change", "moving")
-    faults.before(joining, "_init_world", "joining")
     faults.before(regrouping, "move_experts", "healing")
     return serve_rank_main(group, *args)
 
