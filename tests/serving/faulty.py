@@ -36,6 +36,7 @@ class Faults:
     def step(self, phase: str = "") -> None:
         """A step of a phase, by default that of passes: the place of a fault."""
         phase = phase or self._phase
+        self.awaited |= phase == "joining"
         if not self._order.exists():
             self._left = 0
             return
@@ -90,21 +91,15 @@ def rank_main(group: Any, *args: Any) -> Any:
     from ep_moe.group import joining
 
     faults, prefill = Faults(Path(os.environ[FOLDER]), awaited=not group.standby), RowDecoder._prefill
-    init_world = joining._init_world
 
     def prefilling(self: Any, sizes: Any) -> Any:
         with faults.prefilling():
             return prefill(self, sizes)
 
-    def join(*args: Any) -> None:
-        faults.awaited = True
-        faults.step("joining")
-        init_world(*args)
-
     RowDecoder._prefill = prefilling  # type: ignore[method-assign]
-    joining._init_world = join
     faults.before(ReferenceExperts, "__call__")
     faults.before(Rebalancer, "_change", "moving")
+    faults.before(joining, "_init_world", "joining")
     faults.before(regrouping, "move_experts", "healing")
     return serve_rank_main(group, *args)
 
