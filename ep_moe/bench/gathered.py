@@ -67,20 +67,21 @@ class GatheredMoE:
             return self._scatter(y)
 
     def _gather(self, x: torch.Tensor, routing: Routing) -> tuple[torch.Tensor | Quantized, Routing]:
-        """The tokens of all ranks, in rank order, all in one launch; as bytes, as a launch takes one dtype."""
+        """The tokens of all ranks, in rank order, over NCCL in one launch; as bytes, as a launch takes one dtype."""
         layer, mine = self._layer, [routing.topk_ids.contiguous(), routing.topk_weights.contiguous()]
         if layer.scheme.payload.quantized:
             quantized = quantize(x, layer.scheme, static_scale=layer.weights.w13_input_scale)
             mine += [quantized.values, quantized.scale.contiguous()]
         else:
             mine.append(x.contiguous())
-        everyones = mine
-        if self._group.process_group is not None:
+        everyones, group = mine, self._group.process_group
+        if group is not None:
             everyones = [t.new_empty(self._group.num_ranks * t.shape[0], *t.shape[1:]) for t in mine]
-            with _coalescing_manager(group=self._group.process_group):
+            on_nccl = torch.distributed.get_backend(group) == "nccl"  # over gloo, coalesced calls crash now and then
+            with _coalescing_manager(group=group) if on_nccl else contextlib.nullcontext():
                 for whole, part in zip(everyones, mine, strict=True):
                     flat = [tensor.view(-1).view(torch.uint8) for tensor in (whole, part)]
-                    all_gather_single(flat[0], flat[1], group=self._group.process_group)
+                    all_gather_single(flat[0], flat[1], group=group)
         ids, weights, values, *scale = everyones
         tokens = Quantized(values=values, scale=scale[0], scheme=layer.scheme) if scale else values
         return tokens, Routing(topk_ids=ids, topk_weights=weights)

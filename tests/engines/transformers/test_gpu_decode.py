@@ -18,10 +18,12 @@ from ep_moe.app.start import SHIPPED_MODEL
 from ep_moe.config import GroupConfig
 from ep_moe.engines.transformers import GenerationOptions, from_pretrained, generate, shard_experts
 from ep_moe.engines.transformers.decoding import Decoder, decoder_of, why_no_graphs
+from ep_moe.environment import shares_gpus
 from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.launch import RankFailedError, launch
 
 CONFIG = GroupConfig(timeout_secs=60)
+OVER_GLOO = shares_gpus()  # messages of ranks that share a GPU, which no graph captures
 WIDE = {"hidden_size": 64, "head_dim": 16, "num_key_value_heads": 2, "intermediate_size": 64, "num_local_experts": 8}
 
 
@@ -133,7 +135,8 @@ def tokens_on_rank(group: EPGroup, transport: str) -> list[str]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("num_ranks", on_gpus(1, 2, 4))
 def test_the_shipped_model_says_the_same_by_graphs(num_ranks: int) -> None:
-    for transport in ("nvlink", "local" if num_ranks == 1 else "collective"):
+    transports = ("nvlink", "local") if num_ranks == 1 else ("nvlink", "collective")
+    for transport in transports[:1] if OVER_GLOO else transports:
         found = launch(tokens_on_rank, transport, num_ranks=num_ranks, config=CONFIG, device="cuda")
         assert found == [[]] * num_ranks
 
@@ -183,6 +186,7 @@ def test_a_rank_lost_between_replays_is_named(num_ranks: int, victim: int, how: 
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.skipif(OVER_GLOO, reason="ranks that share a GPU gather over gloo, which no graph captures")
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
 @pytest.mark.parametrize("num_ranks", on_gpus(2))
 def test_a_rank_lost_between_replays_of_nccl_is_named(num_ranks: int, how: str, tmp_path: Path) -> None:
