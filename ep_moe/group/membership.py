@@ -3,7 +3,7 @@
 Agreements are numbered, the same on every rank. A rank's vote holds the ranks that it suspects, and the last epoch that
 each of its slots has begun to send. A rank that votes is alive, even if others suspect it. A rank that does not vote is
 lost: a suspect after some heartbeats, another rank after the whole timeout. The first rank to see all the votes that it
-waits for writes the decision to the store, and all ranks adopt it.
+waits for writes the decision to the store, and all ranks adopt it; inactive ranks alone decide nothing.
 
 Letters: R ranks, S slots.
 """
@@ -73,11 +73,14 @@ class Members:
             epochs: [S], the last epoch that each slot of this rank has begun to send.
             wanted: [R], the ranks to be active from now on, the same on all ranks that are or become active. If another
                 rank votes because a rank is lost, that is decided first.
-        Errors: PeerLostError if the store is gone. Collective, host sync with the others.
+        Errors: PeerLostError if the store is gone; on an inactive rank also if no active one votes within the timeout.
+        Collective, host sync with the others.
         """
         vote = {"suspects": list(suspects), "epochs": list(epochs), "wanted": wanted}
         try:
             decision = self._decide(vote)
+        except PeerLostError:
+            raise
         except RuntimeError as error:
             raise self._store_is_gone(error) from error
         self._number += 1
@@ -97,8 +100,14 @@ class Members:
             self._store.set(f"called/{number}", "1")
         key = f"decision/{number}"
         while not self._store.check([key]):
-            votes = self._read_votes(number)
-            if self._is_complete(votes, time.monotonic() - start):
+            votes, waited_secs = self._read_votes(number), time.monotonic() - start
+            silent = {rank for rank, active in enumerate(self.active) if active} - self._absent()
+            silent = silent if silent.isdisjoint(votes) else set()
+            if silent and waited_secs > self._group.config.timeout_secs:
+                self._store.delete_key(f"vote/{number}/{self._rank}")
+                reason = f"did not arrive: rank {self._rank} is inactive and decides nothing alone"
+                raise PeerLostError(tuple(sorted(silent)), "agreement", None, reason)
+            if not silent and self._is_complete(votes, waited_secs):
                 self._store.compare_set(key, "", json.dumps(dataclasses.asdict(self._judge(votes))))
             else:
                 time.sleep(PAUSE_SECS)

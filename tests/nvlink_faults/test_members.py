@@ -120,6 +120,17 @@ def test_a_loss_is_decided_before_a_wish(store: dist.Store) -> None:
     assert decided[0].as_wanted
 
 
+def test_an_inactive_rank_decides_nothing_alone(store: dist.Store) -> None:
+    ranks, everyone = members(store, 3), (YES, YES, YES)
+    together({r: lambda r=r: ranks[r].decide((), (1,), (YES, YES, NO)) for r in range(3)})
+    for wish in (everyone, (YES, YES, NO)):
+        with pytest.raises(PeerLostError, match="rank 0 and rank 1 did not arrive in agreement: rank 2 is inactive"):
+            ranks[2].decide((), (1,), wish)
+    assert ranks[0].decide((1,), (2,)).active == (YES, NO, NO)
+    decided, _ = together({r: lambda r=r: ranks[r].decide((), (3,), (YES, NO, YES)) for r in (0, 2)})
+    assert decided[0] == decided[2] == Decision(active=(YES, NO, YES), resume=(4,), as_wanted=True, error="")
+
+
 def test_the_store_is_gone() -> None:
     served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = served.port
