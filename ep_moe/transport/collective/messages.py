@@ -34,6 +34,7 @@ def new_kept(num_ranks: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(num_ranks + 1, HEADER_WORDS, dtype=torch.int64, device=device)
 
 
+@torch.inference_mode()  # which alone may write tensors that were made in it
 def take_kept(kept: torch.Tensor) -> list[Header]:
     """The headers [R] of the first bad round since the last call, empty if there was none. Host sync."""
     *headers, (bad, *_) = kept.tolist()
@@ -144,6 +145,8 @@ def read_messages(
     if bad:
         nan_row.fill_(float("nan"))
     if bad and not kept[-1, 0]:
-        kept.copy_(torch.tensor([[*header[:HEADER_WORDS]] for header in headers] + [[1] * HEADER_WORDS], device="cpu"))
+        words = [*(header[:HEADER_WORDS] for header in headers), (1,) * HEADER_WORDS]
+        with torch.inference_mode():
+            kept.copy_(torch.tensor(words, device="cpu"))
     ids = torch.where(live.view(-1, 1), found, -1)
     return *merge_repeats(ids, routing.topk_weights, first=own[0], last=own[1]), None

@@ -137,6 +137,7 @@ class PeerMemory:
         start = slot * self._slot_bytes + self._offsets[name]
         return self._buffer.local[start : start + self._regions.sizes[name]]
 
+    @torch.inference_mode()  # which alone may write tensors that were made in it
     def reset(self) -> None:
         """Fill the regions of results with the sentinel (all ones) and clear the abort words, while no rank sends.
 
@@ -147,7 +148,7 @@ class PeerMemory:
         self._urgent[0] = 0
         self.abort.zero_()
 
-    @torch.inference_mode()  # which alone may write tensors that were made in it
+    @torch.inference_mode()
     def end_waits(self, suspects: Sequence[int]) -> None:
         """End all waits of this rank, for these suspects. Local; no CUDA call, which could block on them."""
         self._urgent[0] = host_abort(tuple(suspects))

@@ -84,6 +84,7 @@ class SlotStates:
             last_waited_ns=torch.stack([slot.waited_ptr[0] for slot in self.slots]),
         )
 
+    @torch.inference_mode()  # which alone may write tensors that were made in it
     def resume(self, active: Sequence[bool], epochs: Sequence[int]) -> None:
         """Continue with some ranks.
 
@@ -105,6 +106,7 @@ class SlotStates:
         """
         return tuple(int(slot.state_ptr[SENT.value]) for slot in self.slots)
 
+    @torch.inference_mode()
     def catch_up(self, epochs: Sequence[int]) -> None:
         """Set each slot's last round to the given epoch, int32. Local, on the current stream."""
         for slot, epoch in zip(self.slots, epochs, strict=True):
