@@ -18,16 +18,17 @@ from torch.library import custom_op
 from ep_moe.layer.backward import NO_BACKWARD
 from ep_moe.layer.base import Layer
 
-# an operator takes tensors and plain values only, so a number refers to a layer; the registry keeps no layer alive
+# An operator takes tensors and plain values only, so a number refers to a layer; the registry keeps no layer alive.
+# The number is a tensor, since a graph would be compiled anew for each int.
 _LAYERS: "weakref.WeakValueDictionary[int, Layer]" = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()
 
 
-def number_of(layer: Layer) -> int:
-    """Register a layer; returns the number by which the operator finds it in this process. Local."""
+def number_of(layer: Layer) -> torch.Tensor:
+    """Register a layer; returns the number by which the operator finds it in this process, [] int64. Local."""
     number = next(_NUMBERS)
     _LAYERS[number] = layer
-    return number
+    return torch.tensor(number, dtype=torch.int64, device="cpu")
 
 
 @custom_op("ep_moe::layer", mutates_args=())
@@ -38,7 +39,7 @@ def layer_op(
     num_tokens: torch.Tensor | None,
     max_num_tokens: int | None,
     trained: torch.Tensor | None,
-    layer: int,
+    layer: torch.Tensor,
 ) -> torch.Tensor:
     """`ExpertParallelMoE.forward`, or `forward_routed` if there are `topk_weights`.
 
@@ -48,9 +49,9 @@ def layer_op(
     Errors: those of the layer; RuntimeError if the layer no longer exists. Collective.
     """
     del trained
-    found: Layer | None = _LAYERS.get(layer)
+    found: Layer | None = _LAYERS.get(int(layer))
     if found is None:
-        raise RuntimeError(f"layer {layer} of a compiled graph no longer exists: keep its ExpertParallelMoE alive")
+        raise RuntimeError(f"layer {int(layer)} of a compiled graph no longer exists: keep its ExpertParallelMoE alive")
     return found.run(
         hidden_states, (router,) if topk_weights is None else (router, topk_weights), num_tokens, max_num_tokens
     )

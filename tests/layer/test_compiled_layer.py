@@ -111,6 +111,17 @@ def test_one_graph_serves_all_counts() -> None:
     assert operators.count("ep_moe.layer") + operators.count("ep_moe.layer.default") == 2
 
 
+def test_one_graph_serves_all_layers() -> None:
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    layers = alone(torch._dynamo.config.recompile_limit + 2)
+    x, logits = tokens(5), torch.randn(5, NUM_EXPERTS)
+    for layer in layers:
+        layer.compile(backend=counter, fullgraph=True)
+        with torch.no_grad():
+            assert torch.equal(layer(x, logits), layer.forward(x, logits))
+    assert counter.frame_count == 1
+
+
 def test_a_call_whose_result_is_unused_still_runs() -> None:
     [layer] = alone()
 
