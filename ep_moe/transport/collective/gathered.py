@@ -98,7 +98,7 @@ class GatheredTransport(CollectiveTransport):
             row_format=row_format,
             token_to_row=ids.new_empty(len(ids), 0, dtype=torch.int32),  # until messages are read
             head=head,
-            num_tokens=tokens.num_tokens,
+            num_tokens=None if tokens.num_tokens is None else tokens.num_tokens.clone(),  # the caller may reuse it
             captured=captured,
             send_counts=(height,) * self.num_ranks,
             recv_counts=(height,) * self.num_ranks,
