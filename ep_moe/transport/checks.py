@@ -170,12 +170,13 @@ def check_results(
         raise ValueError(f"out is {out.dtype}, the transport carries {config.dtype}")
 
 
-def compare_ranks(group: EPGroup, placement: Placement, config: TransportConfig) -> None:
-    """Raise ValueError if ranks differ in config or placement, or if the placement is for another number of ranks.
+def compare_ranks(group: EPGroup, kind: type, placement: Placement, config: TransportConfig) -> None:
+    """Raise ValueError if ranks differ in kind, config or placement, or if that is for another number of ranks.
 
     The message holds the differing fields, with this rank's value and the other's. Collective, host sync.
     """
     options = {field.name: str(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    options["transport"] = kind.__name__
     maps = {"starts": placement.starts, "physical_to_logical": placement.physical_to_logical}
     for rank, (their_options, their_maps) in enumerate(group.all_gather_object((options, maps))):
         differences = [*_option_differences(options, their_options), *_map_differences(maps, their_maps)]

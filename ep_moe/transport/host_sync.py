@@ -111,7 +111,7 @@ class HostSyncTransport(Transport, Generic[State]):
     _waiting = ""  # what waits for every rank, so that rounds do not continue without a lost one
 
     def __init__(self, group: EPGroup, placement: Placement, config: TransportConfig) -> None:
-        compare_ranks(group, placement, config)
+        compare_ranks(group, type(self), placement, config)
         if self._waiting and config.on_peer_loss != "raise":
             reason = f"needs transport 'peer': {self._waiting} waits for all"
             raise ValueError(f"on_peer_loss ({config.on_peer_loss!r}) {reason}")

@@ -24,7 +24,7 @@ from ep_moe.quant import StoredMatrix, as_bytes, get_scheme
 from ep_moe.routing import Routing
 from ep_moe.testing import TransportCase, check_round, poisoned_memory
 from ep_moe.testing.rounds import compute_experts
-from ep_moe.transport import create_transport
+from ep_moe.transport import CollectiveTransport, create_transport
 from ep_moe.transport.layer_tag import LayerTag
 from ep_moe.transport.one_sided import NvlinkTransport, dispatch_launcher
 from ep_moe.transport.one_sided.dispatch_launcher import DispatchLauncher
@@ -364,20 +364,35 @@ def test_micro_batches_in_two_slots() -> None:
         assert torch.equal(again, by_collective)
 
 
+def test_no_tokens_of_any_strides() -> None:
+    case = dataclasses.replace(CASE, tokens=(0,), scheme="none")
+    with EPGroup.single("cpu") as group:
+        transport = NvlinkTransport(group, case.make_placement(), case.config)
+        inputs = case.inputs(0)
+        for x in (inputs.x.repeat(1, 2)[:, 1::2], inputs.x.repeat(1, 2)[:, 1 : 1 + case.hidden]):
+            dispatched = transport.dispatch(x, inputs.routing, layout=case.layout, scheme=get_scheme("none"))
+            transport.combine(compute_experts(dispatched.batch, 0), dispatched)
+        transport.destroy()
+
+
 def other_config(group: EPGroup) -> str:
     config = dataclasses.replace(CASE.config, hidden=64 if group.rank == 1 else 48)
-    case = dataclasses.replace(CASE, tokens=(2, 2, 2))
+    case, kind = (
+        dataclasses.replace(CASE, tokens=(2, 2, 2)),
+        CollectiveTransport if group.rank == 1 else NvlinkTransport,
+    )
     with pytest.raises(ValueError) as caught:
-        NvlinkTransport(group, case.make_placement(), config)
+        kind(group, case.make_placement(), config)
     return str(caught.value)
 
 
 def test_an_unequal_config_is_named() -> None:
     said = on_ranks(other_config, num_ranks=3)
-    pairs = ["rank 0 and rank 1", "rank 1 and rank 0", "rank 2 and rank 1"]
-    values = ["(48 and 64)", "(64 and 48)", "(48 and 64)"]
+    pairs, kinds = ["0 and rank 1", "1 and rank 0", "2 and rank 1"], ["NvlinkTransport", "CollectiveTransport"]
+    values = [((48, 64)[:: 1 - 2 * odd], kinds[:: 1 - 2 * odd]) for odd in (False, True, False)]
     assert said == [
-        f"{pair} make the transport differently: hidden {both}" for pair, both in zip(pairs, values, strict=True)
+        f"rank {pair} make the transport differently: hidden ({a} and {b}); transport ({x} and {y})"
+        for pair, ((a, b), (x, y)) in zip(pairs, values, strict=True)
     ]
 
 

@@ -91,8 +91,9 @@ class DispatchLauncher:
             kernel.run((*round_.addresses, *filled, *round_.numbers))
         else:
             kernel = self.kernel_of(round_, send=send, receive=True)
+            arguments = self.arguments_of(round_, self.batch_of(batch))
             with self.context.waiting("dispatch", round_.round):
-                kernel(*self.arguments_of(round_, self.batch_of(batch)))
+                kernel(*arguments)
         round_.tokens = ()
         return batch
 
@@ -211,7 +212,9 @@ class DispatchLauncher:
     def arguments_of(self, round_: ExchangeRound, filled: Batch) -> tuple[tuple[Tokens, Batch], Numbers]:
         """The tensors and numbers of a launch through Triton. Local."""
         x, *others = round_.tokens
-        values = x if round_.plan.sending.QUANTIZE else x.view(torch.int32)
+        values = x
+        if not round_.plan.sending.QUANTIZE:  # without tokens x may have any strides
+            values = x.view(torch.int32) if x.numel() else self.unused
         *strides, layer, settings, number, timeout_ns = round_.numbers
         return (Tokens(values, *others), filled), (Strides(*strides), Layer(layer, settings), number, timeout_ns)
 

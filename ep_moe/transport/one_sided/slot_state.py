@@ -30,7 +30,7 @@ _ENDED = SENT_ONCE.value + RECEIVED_ONCE.value  # value of RUNS if nothing is le
 class ExchangeStatistics:
     """Counters of this rank's kernels, on the device: reading them waits for the kernels."""
 
-    expert_tokens: torch.Tensor  # [L] int64, the rows that each local expert received in all rounds
+    expert_tokens: torch.Tensor  # [L] int64, the rows for each local expert in all rounds, also in refused ones
     waited_ns: torch.Tensor  # [R] int64, the nanoseconds that each rank was waited for in all rounds
     last_waited_ns: torch.Tensor  # [slots, R] int64, the same in the last phase of each slot
 

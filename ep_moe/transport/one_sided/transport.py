@@ -56,7 +56,7 @@ class NvlinkTransport(Transport):
     _connect = staticmethod(map_peers)
 
     def __init__(self, group: EPGroup, placement: Placement, config: TransportConfig) -> None:
-        compare_ranks(group, placement, config)
+        compare_ranks(group, type(self), placement, config)
         check_limits(self.name, group, placement, config)
         ranks, memory = self._connect(group, placement, config)
         self.config, self.placement = config, placement
