@@ -138,6 +138,9 @@ def _scale(given: GivenWeight, scheme: QuantScheme, shape: tuple[int, int, int])
     needed, dtype = scheme.weight.scale_shape(shape), scheme.weight.scale_dtype
     if scale.numel() != torch.Size(needed).numel() or [n for n in scale.shape if n > 1] != [n for n in needed if n > 1]:
         raise ValueError(f"{given.scale_name} is {tuple(scale.shape)}; {needed} needed for scheme '{scheme.name}'")
+    if scale.dtype not in (dtype, *_SUFFIXES, torch.float8_e8m0fnu):
+        kinds = ", ".join(map(str, _SUFFIXES))
+        raise ValueError(f"{given.scale_name} is {scale.dtype}; one of {kinds}, torch.float8_e8m0fnu needed")
     return scale.to(dtype).reshape(needed) if scale.dtype != dtype else scale.reshape(needed)
 
 

@@ -72,6 +72,8 @@ def local_moe(
         if result is not None:
             return result
     kind = _kind_of(kind_key, x, routing, weights, chosen)
+    if call is None and out is not None:
+        _check_out(out, weights.w2.values, kind.sizes)
     packing = kind.packing
     batch = None if packing is None else packing.pack(x, ids, factors, weights.w13_input_scale)
     if packing is not None and batch is not None:
@@ -290,6 +292,13 @@ def _check(
         expected_rows=max(math.ceil(num_rows * num_topk / max(num_total, 1)), 1),
         tokens_in_sum=tokens_in_sum,
     )
+
+
+def _check_out(out: torch.Tensor, w2: torch.Tensor, sizes: PackingSizes) -> None:
+    needed = sizes.capacity // sizes.tokens_in_sum, w2.shape[1]
+    if (tuple(out.shape), out.dtype, out.device) != (needed, sizes.dtype, w2.device):
+        found = f"{tuple(out.shape)} {out.dtype} on {out.device}"
+        raise ValueError(f"out is {found}; {needed} {sizes.dtype} on {w2.device} needed")
 
 
 def _pack(x: torch.Tensor | Quantized, routing: Routing, weights: ExpertWeights, sizes: PackingSizes) -> Packed:

@@ -117,7 +117,8 @@ def apply_weights_to_input(x: torch.Tensor | Quantized, routing: Routing) -> tup
             row by row even if the scheme has one scale per tensor.
         routing: K = 1.
     Returns: the scaled tokens, and the routing with weights 1.
-    Errors: ValueError if K is not 1 or x has another number of tokens. Local, no host sync, safe in CUDA graphs.
+    Errors: ValueError if K is not 1, or x has another number of tokens or scales of one byte.
+    Local, no host sync, safe in CUDA graphs.
     """
     num_tokens, num_topk = routing.topk_ids.shape
     if num_topk != 1:
@@ -127,6 +128,8 @@ def apply_weights_to_input(x: torch.Tensor | Quantized, routing: Routing) -> tup
         raise ValueError(f"x has {values.shape[0]} tokens, topk_ids {num_tokens}")
     weighted: torch.Tensor | Quantized
     if isinstance(x, Quantized):
+        if x.scale.element_size() == 1:
+            raise ValueError(f"x is in scheme '{x.scheme.name}', whose scales of one byte cannot be multiplied")
         weighted = dataclasses.replace(x, scale=x.scale * routing.topk_weights)
     else:
         weighted = x * routing.topk_weights.to(x.dtype)

@@ -97,6 +97,7 @@ def test_formats(weights: str, tokens: str, per_token: bool, run: Any) -> None:
         given["hidden_states_scale"] = scale.view(torch.uint8).reshape(-1)
         given["gemm1_weights"] = layer.w1.view(torch.float8_e4m3fn)
         given["gemm2_weights_scale"] = layer.w2_scale
+        given["hidden_states"] = x.view(torch.int8)
         assert torch.equal(run(trtllm_fp4_block_scale_moe, **given)[0], found)
 
 
@@ -134,6 +135,8 @@ def test_activations_and_scalars(number: int, own: str, scalars: str, biased: bo
     for name, size, flag in zip(names, sizes, scalars or "000", strict=True):
         if flag == "1":
             given[name] = numbers(*size, seed=14 + len(name))
+    if "gate" in given:
+        given["gate"][:3] = torch.tensor([0.0, 1e-38, -1e-45])  # whose inverses are not finite, or nearly so
     if biased:
         given["b1"] = torch.randn(EXPERTS, layer.w1.shape[1], generator=generator(15))
         given["b2"] = torch.randn(EXPERTS, HIDDEN, generator=generator(16))
@@ -619,6 +622,7 @@ BAD_B12X: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "local": ({"num_local_experts": 9, "quant_mode": "w4a16"}, ("num_local_experts (9)", "[1, num_experts (8)]")),
     "weights": ({"num_local_experts": 4, "quant_mode": "w4a16"}, ("w1_weight is (8, 192, 32)", "(4, 192, 32)")),
     "x": ({"x": torch.zeros(TOKENS, HIDDEN), "quant_mode": "w4a16"}, ("x is", "float32", "bfloat16")),
+    "x's dimensions": ({"x": torch.zeros(1, 2, 64).bfloat16()}, ("x is (1, 2, 64)", "[tokens, hidden]")),
     "alpha": ({"w1_alpha": torch.ones(1), "quant_mode": "w4a16"}, ("w1_alpha is (1,)", "(8,)")),
     "top_k": ({"top_k": 2, "quant_mode": "w4a16"}, ("token_selected_experts is (24, 3)", "(24, 2)")),
     "alpha of silu": ({"swiglu_alpha": 1.0}, ("swiglu_alpha (1.0)", "'swigluoai_uninterleave'", "'silu'")),

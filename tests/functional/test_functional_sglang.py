@@ -353,6 +353,7 @@ BAD: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "a scale": ("none", {"w1_scale": torch.ones(6)}, ("w1_scale is given", "no use_* flag")),
     "int8": ("int8_channel", {"per_channel_quant": False}, ("use_int8_w8a8 needs per_channel_quant",)),
     "scale": ("fp8_channel", {"w1_scale": torch.ones(6, 5)}, ("w1_scale is (6, 5)", "(6, 192)")),
+    "bytes": ("fp8_channel", {"w2_scale": torch.ones(6, 64, dtype=torch.uint8)}, ("w2_scale is torch.uint8", "e8m0")),
     "static": ("fp8_block", {"a1_scale": torch.ones(1)}, ("a1_scale is given", "block_shape")),
     "one static": ("fp8_channel", {"a1_scale": torch.ones(1)}, ("a1_scale and a2_scale go together",)),
     "group": ("int4_groups", {"block_shape": [128, 32]}, ("block_shape ([128, 32])",)),

@@ -383,5 +383,6 @@ def test_experts_in_torch_have_no_tiles() -> None:
     plain = outplace_fused_experts(*call)
     with override_config(CONFIG):
         assert torch.equal(outplace_fused_experts(*call), plain)
-    with override_config(CONFIG | {"BLOCK_SIZE_M": 1}), pytest.raises(ValueError, match=r"BLOCK_SIZE_M \(1\)"):
-        outplace_fused_experts(*call)
+    for bad, words in ((1, r"BLOCK_SIZE_M \(1\)"), ([64], r"BLOCK_SIZE_M \(\[64\]\)")):
+        with override_config(CONFIG | {"BLOCK_SIZE_M": bad}), pytest.raises(ValueError, match=words):
+            outplace_fused_experts(*call)

@@ -261,6 +261,7 @@ def close(found: torch.Tensor, expected: torch.Tensor, factor: float = 1.0) -> N
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
     "factor": ({"routed_scaling_factor": 2.5}, {"factor": 2.5}),
+    "no factor": ({"routed_scaling_factor": 0.0}, {"factor": 0.0}),
     "gelu": ({"activation": "gelu"}, {"activation": "gelu"}),
     "on the input": ({"apply_router_weight_on_input": True}, {"on_input": True}),
     "biases": ({"with_bias": True}, {"with_bias": True}),
@@ -598,6 +599,8 @@ def test_bad_tensors_are_named(plain: Path) -> None:
     for changes, words in (
         ({"shard_id": "w2"}, r"shard_id \('w2'\)"),
         ({"shard_id": "w13"}, r"shard_id \('w13'\)"),
+        ({"expert_id": -1}, r"expert_id \(-1\) of x\.weight is not in \[0, 5\)"),
+        ({"expert_id": 5}, r"expert_id \(5\) of x\.weight is not in \[0, 5\)"),
         ({"loaded_weight": weight[:5]}, r"x\.weight is \(5, 64\); \(96, 64\) needed"),
         ({"loaded_weight": weight.to(torch.float8_e4m3fn)}, "float8_e4m3fn; torch.bfloat16"),
         ({"param": torch.nn.Parameter(weight)}, "is not a parameter of layer 1"),

@@ -511,6 +511,7 @@ BAD: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "a scale": ("none", {"w1_scale": torch.ones(6)}, ("w1_scale is given", "no use_* flag")),
     "a zero": ("fp8 token", {"w1_zp": torch.ones(6)}, ("w1_zp is given", "use_fp8_w8a8")),
     "scale": ("fp8 token", {"w1_scale": torch.ones(6, 5)}, ("w1_scale is (6, 5)", "(6, 192)")),
+    "bits": ("fp8 token", {"w1_scale": torch.ones(6, 192).int()}, ("w1_scale is torch.int32", "torch.float32")),
     "rows": ("fp8 token", {"a1q_scale": torch.ones(6, 5)}, ("a1q_scale is (6, 5)", "(6, 24, 1)", "token")),
     "no rows": ("fp8 token", {"a1q_scale": None}, ("a1q_scale is missing", "(6, 24, 1)")),
     "rows alone": ("int4", {"a1q_scale": torch.ones(1)}, ("a1q_scale is given", "use_int4_w4a16")),
@@ -572,6 +573,8 @@ def test_bad_arguments_of_the_others_are_named() -> None:
         batched_moe_kernel_quantize_input(x, None, HEIGHT, 5, INNER, counts(), FP8, False)
     with pytest.raises(ValueError, match=r"\(torch.float64\) is not one of float8_e4m3fn, int8"):
         batched_moe_kernel_quantize_input(x, None, HEIGHT, EXPERTS, INNER, counts(), torch.float64, False)
+    with pytest.raises(ValueError, match="A_scale is torch.float64; float32 needed"):
+        batched_moe_kernel_quantize_input(x, torch.ones(1).double(), HEIGHT, EXPERTS, INNER, counts(), FP8, False)
     with pytest.raises(ValueError, match=r"compute_type \(fp64\) is not one of"):
         invoke_moe_batched_triton_kernel(
             x, x, x, counts(), tl.float64, None, None, None, False, False, False, {}, False

@@ -171,8 +171,15 @@ def test_a_row_for_each_expert_of_a_token(layout: Layout) -> None:
         ({"x": torch.zeros(4, HIDDEN)}, "topk_ids has 5 rows, x is (4, 48)"),
         ({"x": quantize(torch.zeros(5, HIDDEN), get_scheme("fp8_block"))}, "dtype is needed if x is Quantized"),
         ({"out": torch.zeros(4, HIDDEN)}, "out is (4, 48)"),
+        *(
+            ({"out": torch.zeros(5, HIDDEN).int(), "layout": each}, "out is (5, 48) torch.int32 on cpu; (5, 48) ")
+            for each in Layout
+        ),
     ],
-    ids=["flat", "summed", "num_local_experts", "negative", "beyond", "dtype", "rows", "quantized", "out"],
+    ids=[
+        *("flat", "summed", "num_local_experts", "negative", "beyond", "dtype", "rows", "quantized", "out"),
+        *(f"out_{each.value}" for each in Layout),
+    ],
 )
 def test_what_does_not_fit_is_named(change: dict[str, Any], message: str) -> None:
     x, ids, weights = tokens(5)

@@ -11,7 +11,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4Router
 
 from ep_moe.config import RoutingConfig, RoutingMethod
 from ep_moe.placement import Placement
-from ep_moe.quant import Quantized, QuantScheme, TensorFormat
+from ep_moe.quant import Quantized, QuantScheme, TensorFormat, get_scheme, quantize
 from ep_moe.routing import BIASED_METHODS, Routing, apply_weights_to_input, route
 
 WORST_ROW = 2e-6  # relative L2 error of a token's weights, float32 against float64
@@ -485,3 +485,6 @@ def test_weigh_input_errors() -> None:
         apply_weights_to_input(torch.zeros(3, 16), two)
     with pytest.raises(ValueError, match="x has 4 tokens, topk_ids 3"):
         apply_weights_to_input(torch.zeros(4, 16), top1(1.0, 1.0, 1.0))
+    for name in ("mxfp8", "nvfp4"):
+        with pytest.raises(ValueError, match=f"x is in scheme '{name}', whose scales of one byte"):
+            apply_weights_to_input(quantize(torch.ones(1, 32), get_scheme(name)), top1(1.0))

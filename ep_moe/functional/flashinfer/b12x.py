@@ -190,6 +190,8 @@ def _first(call: B12xCall) -> tuple[torch.Tensor, RoutedPlan | None]:
 
 def _prepare(call: B12xCall) -> tuple[torch.Tensor | Quantized, Routing, ExpertWeights, Experts]:
     """Check everything; the arguments of `local_moe`."""
+    if call.x.dim() != 2:
+        raise ValueError(f"x is {tuple(call.x.shape)}; [tokens, hidden] needed")
     num_local, (num_tokens, hidden) = call.num_local, call.x.shape
     if not 1 <= num_local <= call.num_experts:
         raise ValueError(f"num_local_experts ({num_local}) is not in [1, num_experts ({call.num_experts})]")

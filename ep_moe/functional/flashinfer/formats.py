@@ -69,7 +69,7 @@ def tokens_of(
     """Tokens as an input of `local_moe`, and the scheme that computes them.
 
     Args:
-        hidden_states: [T, H] bfloat16, [T, H / 2] of one byte (NVFP4) or [T, H] float8_e4m3fn (MXFP8).
+        hidden_states: [T, H] bfloat16, [T, H / 2] of one byte (NVFP4) or [T, H] of one byte (MXFP8).
         scale: their block scales, None for bfloat16; a flat tensor of as many elements is taken as [T, groups].
         hidden: H. weights: NVFP4 or MXFP4.
         per_token_scale: [T] float32 or None, multiplies each token; the product is rounded to bfloat16.
@@ -104,14 +104,14 @@ def _quantized(hidden_states: torch.Tensor, scale: torch.Tensor | None, hidden: 
         if scale is not None:
             raise ValueError(f"hidden_states_scale is given, bfloat16 hidden_states have none: {tuple(scale.shape)}")
         return None
-    if hidden_states.dtype == torch.float8_e4m3fn and width == hidden:
-        kind, group = MXFP8, 32
+    if hidden_states.element_size() == 1 and width == hidden:
+        kind, group, hidden_states = MXFP8, 32, as_dtype(hidden_states, torch.float8_e4m3fn)
     elif hidden_states.element_size() == 1 and 2 * width == hidden:
         kind, group, hidden_states = NVFP4, 16, as_dtype(hidden_states, torch.uint8)
     else:
         raise ValueError(
-            f"{found}; [tokens, {hidden}] bfloat16, [tokens, {hidden}] float8_e4m3fn (MXFP8) or "
-            f"[tokens, {hidden // 2}] uint8 (NVFP4) needed beside the weights"
+            f"{found}; [tokens, {hidden}] bfloat16, [tokens, {hidden}] of one byte (MXFP8) or "
+            f"[tokens, {hidden // 2}] of one byte (NVFP4) needed beside the weights"
         )
     groups = hidden // group
     if scale is None or scale.element_size() != 1 or scale.numel() != num_tokens * groups:

@@ -34,6 +34,7 @@ _LOGITS = (torch.float32, torch.bfloat16)
 _FLOAT = (torch.float32,)
 _SCALED_METHODS = (2, 7)
 _NUMBERS = {"alpha": "gemm1_alpha", "beta": "gemm1_beta", "limit": "gemm1_clamp_limit"}
+_LEAST_GATE = 1e-19  # whose square float32 can hold
 _VALID = 128  # valid sizes are rounded up to a multiple of this, as FlashInfer does
 
 
@@ -269,7 +270,8 @@ def _numbers(call: Fp4Call) -> dict[str, Any]:
         # a factor behind the activation may as well stand behind FC2, so that one is left for both halves of FC1
         behind = first
         if gate is not None:
-            behind = behind if both else 1 / gate if behind is None else behind / gate
+            if not both:  # FC1's results have the factor gate**2, and are 0 where 1 / gate could overflow
+                behind = torch.where(gate.abs() < _LEAST_GATE, 0.0, (1.0 if behind is None else behind) / gate)
             bias1 = None if bias1 is None else bias1 * gate[:, None]
             beta = beta if beta is None or both else beta * gate
             if limit is not None and call.activation.kind is not ActivationKind.SWIGLU_STEP:  # clamps silu of the gate

@@ -38,8 +38,8 @@ def trtllm_fp4_block_scale_moe(call: Fp4Call) -> list[torch.Tensor]:
 
     Args:
         routing_logits: [T, E] float32 or bfloat16. routing_bias: [E], for the choice only, methods 2 and 7.
-        hidden_states, hidden_states_scale: [T, H] bfloat16; NVFP4, [T, H / 2] uint8 and [T, H / 16] e4m3; MXFP8, [T, H]
-            e4m3 and [T, H / 32] e8m0.
+        hidden_states, hidden_states_scale: [T, H] bfloat16; NVFP4, [T, H / 2] e2m1 pairs and [T, H / 16] e4m3; MXFP8,
+            [T, H] e4m3 and [T, H / 32] e8m0; under any dtype of one byte.
         gemm1_weights, gemm1_weights_scale: [L, W, H / 2] and [L, W, H / 16] (NVFP4) or [L, W, H / 32] (MXFP4).
         gemm2_weights, gemm2_weights_scale: [L, H, I / 2] and [L, H, I / 16] or [L, H, I / 32].
         gemm1_bias, gemm2_bias: [L, W] and [L, H] float32. gemm1_alpha, gemm1_beta, gemm1_clamp_limit: [L] float32.

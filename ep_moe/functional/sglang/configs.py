@@ -269,14 +269,14 @@ def tiles_of(
 
     Errors: ValueError names the key, the value and the limit. Local.
     """
-    return _tiles_of(tuple(config.items()), scheme, dtype, device, gated)
+    return _tiles_of(tuple(_checked(config, "config").items()), scheme, dtype, device, gated)
 
 
 @functools.lru_cache(maxsize=256)
 def _tiles_of(
-    items: tuple[tuple[str, Any], ...], scheme: QuantScheme, dtype: torch.dtype, device: torch.device, gated: bool
+    items: tuple[tuple[str, int], ...], scheme: QuantScheme, dtype: torch.dtype, device: torch.device, gated: bool
 ) -> ExpertTiles:
-    sizes = _checked(dict(items), "config")
+    sizes = dict(items)
     rows, stored = scheme.payload, scheme.weight
     swap = sizes["BLOCK_SIZE_M"] < _SWAPPED_ROWS
 

@@ -233,6 +233,8 @@ class FusedMoE(torch.nn.Module):
         own = part is not None and self._parts.get(part.name) is part
         if not own:
             raise ValueError(f"param {tuple(param.shape)} is not a parameter of layer {self.layer_id}")
+        if expert_id is not None and not 0 <= expert_id < self.num_experts:
+            raise ValueError(f"expert_id ({expert_id}) of {weight_name} is not in [0, {self.num_experts})")
         self._forget()
         fit_scale(param, part, loaded_weight, weight_name)
         if expert_id is None:
@@ -331,9 +333,9 @@ class FusedMoE(torch.nn.Module):
         config, weights = self.moe_runner_config, self.expert_weights
         if self.start_expert_id:
             routing = Routing(topk_ids=routing.topk_ids - self.start_expert_id, topk_weights=routing.topk_weights)
-        factor = 1.0
-        if not config.no_combine and not self.should_fuse_routed_scaling_factor_in_topk:
-            factor = config.routed_scaling_factor or 1.0
+        factor = config.routed_scaling_factor
+        if factor is None or config.no_combine or self.should_fuse_routed_scaling_factor_in_topk:
+            factor = 1.0
         tiles = None if self._flags is None else found_tiles(self._flags, weights.w2.values, x, weights.scheme)
         experts = experts_for(self._activation, weights.scheme, x.device, tiles)
         if config.no_combine and not (config.no_combine_keep_router_weight or config.apply_router_weight_on_input):

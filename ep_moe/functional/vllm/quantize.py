@@ -40,7 +40,7 @@ def batched_moe_kernel_quantize_input(given: Any) -> tuple[torch.Tensor, torch.T
 
     Args:
         A: [E, C, W] float32, bfloat16 or float16; rows that are no token may hold anything.
-        A_scale: static scales in place of those of the data: one number, one for each expert, or with
+        A_scale: static float32 scales in place of those of the data: one number, one for each expert, or with
             `per_act_token_quant` one for each row; None with `block_shape`.
         num_tokens: C. N: not read. expert_num_tokens: [>= E] integers, tokens of each expert, its first rows.
         qtype: torch.float8_e4m3fn, torch.int8 or None. per_act_token_quant, block_shape: as of `FusedMoEQuantConfig`.
@@ -65,6 +65,8 @@ def batched_moe_kernel_quantize_input(given: Any) -> tuple[torch.Tensor, torch.T
 
 def normalized(scale: torch.Tensor, name: str, experts: int) -> torch.Tensor:
     """Scales in three dimensions: those of each expert's rows, or one number for all. Errors: ValueError. Local."""
+    if scale.dtype != torch.float32:
+        raise ValueError(f"{name} is {scale.dtype}; float32 needed")
     if scale.dim() == 3:
         return scale
     if scale.numel() == 1:
