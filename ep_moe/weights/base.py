@@ -186,7 +186,7 @@ class ExpertWeights(_Referable):
                 of `ep_moe.weights.families.FAMILIES`, unquantized or as `ep_moe.weights.methods` reads it. Or the
                 `Checkpoint` of such a directory.
             placement: of the model's E logical experts, or that of each layer; rank: the one whose experts are read.
-            layers: the MoE layers to read, by their number in the checkpoint; all of them by default.
+            layers: the MoE layers to read, by their number in the checkpoint; by default all that config.json has.
             dtype: convert unquantized tensors to it, one by one; by default each layer keeps its dtype on disk, and
                 dequantized tensors get the dtype that config.json names, else float32.
             scheme: a name of `ep_moe.quant.SCHEMES`; by default that of each layer on disk, bit for bit. "none"
@@ -210,7 +210,7 @@ class ExpertWeights(_Referable):
                 )
         if dtype is not None and dtype not in DTYPES.values():
             raise ValueError(f"dtype ({dtype}) is not one of {', '.join(DTYPES)}")
-        numbers = list(checkpoint.layers if layers is None else layers)
+        numbers = list(checkpoint.all_layers() if layers is None else layers)
         unknown = [layer for layer in numbers if layer not in checkpoint.layers]
         if unknown:
             raise ValueError(f"layer {unknown[0]} of {directory} has no experts; layers {list(checkpoint.layers)} have")

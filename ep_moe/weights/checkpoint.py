@@ -30,6 +30,7 @@ class Checkpoint:
     """
 
     directory: Path
+    raw: Mapping[str, Any]  # config.json
     config: MoEConfig
     family: Family
     tensors: Mapping[str, AnyTensor]  # those of a quantized weight are one
@@ -51,6 +52,7 @@ class Checkpoint:
         }
         return cls(
             directory=Path(directory),
+            raw=raw,
             config=config,
             family=family,
             tensors=collect(tensors, method),
@@ -107,6 +109,14 @@ class Checkpoint:
                     f"{self.tensors[other].file}, {name} in {self.tensors[name].file}"
                 )
         return {layer: forms[0] for layer, (_, forms) in sorted(firsts.items(), key=lambda entry: entry[0])}
+
+    def all_layers(self) -> list[int]:
+        """The MoE layers. Errors: ValueError if there is none, or not one that config.json has. Local."""
+        named = families.moe_layers(self.raw, f"{self.directory / 'config.json'}")
+        missing = next((layer for layer in named if layer not in self.layers), None if self.layers else 0)
+        if missing is not None:
+            raise ValueError(f"{self.directory} has no experts of layer {missing}, only of layers {list(self.layers)}")
+        return list(self.layers)
 
     def is_expert(self, name: str) -> bool:
         """True for a tensor of experts, by its name in `tensors`. Local."""
@@ -254,14 +264,17 @@ class Checkpoint:
     def input_scales(self, reader: TensorReader, layer: int, field: str) -> torch.Tensor | None:
         """The static activation scales [E] of a field of all experts, the larger of gate and up; None without. Local.
 
-        Errors: ValueError for one that is not positive.
+        Errors: ValueError for one that is missing or not positive.
         """
         scales = torch.zeros(self.config.num_experts, dtype=torch.float32, device="cpu")
         for expert in range(self.config.num_experts):
             for _, stored in self._parts(layer, field, expert):
-                part = stored.parts.get("input_scale") if isinstance(stored, QuantizedTensor) else None
-                if part is None:
+                if not isinstance(stored, QuantizedTensor) or stored.method.input_scale is None:
                     return None
+                part = stored.parts.get("input_scale")
+                if part is None:
+                    missing = f"{stored.name.removesuffix(stored.method.weight)}{stored.method.input_scale}"
+                    raise ValueError(f"{missing} is missing in {self.directory}, whose config has static scales")
                 scale = torch.empty(part.shape, dtype=torch.float32, device="cpu")
                 reader.read_into(part, scale)
                 if not bool(scale > 0):

@@ -4,7 +4,7 @@ Letters: E logical experts, H hidden, I intermediate, K top-k.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -89,6 +89,7 @@ class Family:
         num_experts: keys of config.json that may hold E; the first that is present counts. transformers 5 writes
             another key than published checkpoints have.
         hidden, intermediate: the keys of config.json.
+        first_layer: the key of the first layer with experts; None: layer 0.
     """
 
     forms: tuple[Form, ...]
@@ -102,6 +103,7 @@ class Family:
     num_experts: tuple[str, ...] = ("num_experts", "num_local_experts")
     hidden: str = "hidden_size"
     intermediate: str = "moe_intermediate_size"
+    first_layer: str | None = None
 
 
 def _forms(prefix: str, gate: str, up: str, down: str) -> tuple[Form, ...]:
@@ -181,6 +183,7 @@ GROUPED_FAMILY = Family(
     routing=_grouped_routing,
     routing_bias="model.layers.{layer}.mlp.gate.e_score_correction_bias",
     num_experts=("n_routed_experts",),
+    first_layer="first_k_dense_replace",
 )
 FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(forms=LLAMA_FORMS, routing=_softmax_routing),
@@ -285,6 +288,17 @@ def extra_layers(config: Mapping[str, Any], name: str) -> range:
     first = read_key(config, name, int | None, "num_hidden_layers", default=None)
     counts = [read_key(config, name, int, key, default=0) for key in NUM_EXTRA_LAYERS]
     return range(0) if first is None else range(first, first + next(filter(None, counts), 0))
+
+
+def moe_layers(config: Mapping[str, Any], name: str) -> Iterator[int]:
+    """The layers with experts by config.json, ascending; none if it lacks their number or the first one. Errors:
+    ValueError for a value of another type. Local."""
+    count = read_key(config, name, int, "num_hidden_layers", default=0)
+    key = find_family(config, name).first_layer
+    first = 0 if key is None else read_key(config, name, int, key, default=count)
+    step = max(read_key(config, name, int, "decoder_sparse_step", default=1), 1)  # Qwen3's, as the next
+    dense = read_key(config, name, tuple[int, ...], "mlp_only_layers", default=())
+    return (layer for layer in range(max(first, step - 1), count, step) if layer not in dense)
 
 
 def dtype_of(config: Mapping[str, Any], name: str) -> torch.dtype:

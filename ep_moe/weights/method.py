@@ -36,7 +36,8 @@ class Method:
         weight: suffix of the weight's name.
         parts: suffix of each needed part, of those of `StoredMatrix`.
         order: suffix of the group of each column, if it may exist: columns in another order than groups.
-        input_scale: suffix of static activation scales.
+        ordered: the config says that columns have another order: `order` must exist.
+        input_scale: suffix of static activation scales, which every expert must have.
         dropped: suffixes of tensors that are not needed and not read.
         middle_zero: zero points are stored, and every one must be the middle of the range.
         rules: modules that are stored otherwise: a regex that matches the start of their name, and their method, None
@@ -51,6 +52,7 @@ class Method:
     weight: str = ".weight"
     parts: Mapping[str, str]
     order: str | None = None
+    ordered: bool = False
     input_scale: str | None = None
     dropped: tuple[str, ...] = ()
     middle_zero: bool = False

@@ -99,6 +99,7 @@ def _gptq(config: Config) -> Method:
         values=".qweight",
         parts={"zero": ".qzeros", "scale": ".scales"},
         order=".g_idx",
+        ordered=config.get("desc_act") is True and config["group_size"] != -1,
         middle_zero=config["sym"],
         rules=tuple(_gptq_rules(config)),
     )
@@ -206,6 +207,7 @@ def _compressed_tensors(config: Config) -> Method:
         values=".weight_packed" if packed else ".weight",
         parts=parts,
         order=".weight_g_idx",
+        ordered=weights.get("actorder") in ("group", "dynamic"),
         input_scale=".input_scale" if static else None,
         dropped=dropped if static else (*dropped, ".input_scale"),
     )

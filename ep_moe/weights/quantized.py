@@ -85,6 +85,8 @@ def _put_together(
     for part, optional in (("order", method.order), ("input_scale", method.input_scale)):
         if optional is not None and f"{base}{optional}" in tensors:
             parts[part] = tensors[f"{base}{optional}"]
+    if method.ordered and "order" not in parts:
+        raise ValueError(f"{base}{method.order} is missing, {values.file} has {values.name}: the config has act-order")
     method = method.for_scale(parts["scale"].dtype)
     dtypes = {
         "scale": _scale_dtypes(method.stored),
@@ -133,7 +135,8 @@ def _read(reader: TensorReader, part: StoredTensor, device: torch.device) -> tor
 def read_order(reader: TensorReader, weight: QuantizedTensor, device: torch.device) -> torch.Tensor | None:
     """The columns [K] of a weight [N, K] in the order of their groups; None if that is their order.
 
-    Errors: ValueError for groups of another size than the config's. Local; synchronizes with `device`.
+    Errors: ValueError for groups of another size than the config's, and for columns of MXFP4 and NVFP4 in another
+    order. Local; synchronizes with `device`.
     """
     part, stored = weight.parts.get("order"), weight.method.stored
     if part is None or stored.granularity != "group":
@@ -142,6 +145,11 @@ def read_order(reader: TensorReader, weight: QuantizedTensor, device: torch.devi
     expected = torch.arange(weight.shape[-1], device=device) // stored.block[1]
     if torch.equal(groups, expected):
         return None
+    if weight.method.packing == "plain" and stored.packed > 1:
+        raise ValueError(
+            f"{part.name} in {part.file} has columns in another order than their groups, which is not read in "
+            f"{weight.method.scheme.name}"
+        )
     order = groups.argsort(stable=True)
     if not torch.equal(groups[order], expected):
         raise ValueError(f"{part.name} in {part.file} does not have {stored.block[1]} columns in each group")
@@ -256,13 +264,11 @@ def read_dequantized(reader: TensorReader, weight: AnyTensor, out: torch.Tensor)
         return
     method, disk = weight.method, QuantScheme(name=weight.method.name, weight=weight.method.stored)
     num_rows, columns = weight.shape
-    if method.packing != "plain":
-        order = read_order(reader, weight, out.device)
-        real = dequantize_weight(read_matrix(reader, weight, out.device, order=order), disk)
-        out.copy_(real if order is None else torch.empty_like(real).index_copy_(1, order, real))
-        return
+    order = read_order(reader, weight, out.device)
     tile_rows = method.stored.tile(*weight.shape)[0]
     step = max(storage.PORTION_BYTES // (columns * tile_rows * torch.float32.itemsize), 1) * tile_rows
-    for start in range(0, num_rows, step):
-        stop = min(start + step, num_rows)
-        out[start:stop] = dequantize_weight(read_matrix(reader, weight, out.device, rows=(start, stop)), disk)
+    portions = [(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
+    for rows in portions if method.packing == "plain" else [None]:
+        real = dequantize_weight(read_matrix(reader, weight, out.device, rows=rows, order=order), disk)
+        place = out if rows is None else out[slice(*rows)]
+        place.copy_(real if order is None else torch.empty_like(real).index_copy_(1, order, real))

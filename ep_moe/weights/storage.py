@@ -131,6 +131,8 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ValueError(f"{index}: weight_map ({shown(weight_map)}) is not a JSON object")
+    if not weight_map:
+        raise ValueError(f"{index}: weight_map is empty")
     for name, file_name in weight_map.items():
         place = Path(typed(file_name, str, f"{index}: weight_map: {name}"))
         if place.anchor or ".." in place.parts:

@@ -14,16 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ep_moe.quant import QuantScheme, StoredMatrix, TensorFormat, quantize_weight
 from ep_moe.weights.checkpoint import Checkpoint
-from ep_moe.weights.families import ExpertTensor, read_config
+from ep_moe.weights.families import ExpertTensor
 from ep_moe.weights.methods import method_of
 from ep_moe.weights.packing import pack_columns, pack_rows
 from ep_moe.weights.quantized import AnyTensor
 from ep_moe.weights.storage import INDEX_FILE, StoredTensor, TensorReader
 
+SHARD_BYTES = 1 << 30  # of a file of tensors that are not experts, which may be one larger tensor
 NOT_COPIED = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf")
 Config = dict[str, Any]
 
@@ -137,8 +139,8 @@ class Written:
 def write_quantized(checkpoint: Checkpoint, scheme: QuantScheme, directory: Path) -> Written:
     """Write a checkpoint with its experts in `scheme`, and all other tensors and files as they are.
 
-    One layer is in memory at a time; config.json is written last. Multi-token prediction layers are left out, as
-    `Checkpoint` leaves them out.
+    The experts of one layer, or `SHARD_BYTES` of other tensors, are in memory at a time; config.json is written last.
+    Multi-token prediction layers are left out, as `Checkpoint` leaves them out.
 
     Args:
         checkpoint: unquantized. scheme: any that quantizes weights and has a layout on disk.
@@ -151,7 +153,7 @@ def write_quantized(checkpoint: Checkpoint, scheme: QuantScheme, directory: Path
         raise ValueError(f"scheme {scheme.name!r} does not quantize weights")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"{directory} exists and is not empty")
-    raw, _ = read_config(checkpoint.directory)
+    raw, moe, weight = checkpoint.raw, checkpoint.config, scheme.weight
     dense = {name: stored for name, stored in checkpoint.tensors.items() if not checkpoint.is_expert(name)}
     ignored = sorted(
         name.removesuffix(".weight")
@@ -161,27 +163,33 @@ def write_quantized(checkpoint: Checkpoint, scheme: QuantScheme, directory: Path
     config = quantization_config(
         scheme, gpt_oss=raw["model_type"] == "gpt_oss", ignored=list(dict.fromkeys((*ignored, "lm_head")))
     )
-    for layer in checkpoint.layers:
+    for columns in (moe.hidden, moe.intermediate):
+        weight.scale_shape((moe.w13_rows, columns))  # raises for groups that do not divide a row
+        if config["quant_method"] == "mxfp4" and columns % weight.block[1]:
+            raise ValueError(f"gpt-oss' blocks of {weight.block[1]} do not divide a row of {columns}")
+    for layer in checkpoint.all_layers():
         checkpoint.check_layer(layer)
     directory.mkdir(parents=True, exist_ok=True)
-    num_files, after = len(checkpoint.layers) + 1, 0
+    shards = _shards(dense)
+    num_files, after = len(shards) + len(checkpoint.layers), 0
     weight_map: dict[str, str] = {}
 
     def write(found: dict[str, torch.Tensor], number: int) -> int:
         file = f"model-{number:05}-of-{num_files:05}.safetensors"
-        save_file(found, directory / file, metadata={"format": "pt"})
+        try:
+            save_file(found, directory / file, metadata={"format": "pt"})
+        except SafetensorError as error:  # of the disk
+            raise OSError(f"{directory / file}: {error}") from error
+        (directory / file).chmod(directory.stat().st_mode & 0o666)  # it is the owner's alone
         weight_map.update(dict.fromkeys(found, file))
         return sum(tensor.numel() * tensor.element_size() for tensor in found.values())
 
     with TensorReader() as reader:
-        write(_read_all(reader, dense), 1)
-        for number, layer in enumerate(checkpoint.layers):
-            after += write(dict(_experts(checkpoint, reader, layer, scheme, config)), number + 2)
-    before = sum(
-        math.prod(stored.shape) * stored.dtype.itemsize
-        for name, stored in checkpoint.tensors.items()
-        if checkpoint.is_expert(name)
-    )
+        for number, shard in enumerate(shards, 1):
+            write(_read_all(reader, shard), number)
+        for number, layer in enumerate(checkpoint.layers, len(shards) + 1):
+            after += write(dict(_experts(checkpoint, reader, layer, scheme, config)), number)
+    before = sum(_num_bytes(stored) for name, stored in checkpoint.tensors.items() if checkpoint.is_expert(name))
     index = {"metadata": {}, "weight_map": weight_map}
     (directory / INDEX_FILE).write_text(json.dumps(index, indent=2))
     for path in checkpoint.directory.iterdir():
@@ -189,6 +197,22 @@ def write_quantized(checkpoint: Checkpoint, scheme: QuantScheme, directory: Path
             shutil.copy(path, directory / path.name)
     (directory / "config.json").write_text(json.dumps({**raw, "quantization_config": config}, indent=2))
     return Written(layers=len(checkpoint.layers), bytes_before=before, bytes_after=after)
+
+
+def _num_bytes(stored: AnyTensor) -> int:
+    return math.prod(stored.shape) * stored.dtype.itemsize
+
+
+def _shards(tensors: Mapping[str, AnyTensor]) -> list[dict[str, AnyTensor]]:
+    """The tensors in parts of `SHARD_BYTES` at most, or of one tensor."""
+    shards, total = list[dict[str, AnyTensor]](), 0
+    for name, stored in tensors.items():
+        total += _num_bytes(stored)
+        if not shards or total > SHARD_BYTES:
+            shards.append({})
+            total = _num_bytes(stored)
+        shards[-1][name] = stored
+    return shards
 
 
 def _read_all(reader: TensorReader, tensors: Mapping[str, AnyTensor]) -> dict[str, torch.Tensor]:

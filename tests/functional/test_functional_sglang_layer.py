@@ -156,6 +156,8 @@ def test_objects_describe_formats_too(plain: Path, tmp_path: Path) -> None:
     schemes = {"w8a8_int8": "int8_token", "w8a8_fp8": "fp8_token", "mxfp4": "mxfp4_w4a16", "modelopt_fp4": "nvfp4"}
     for name, scheme in (schemes | {"modelopt": "fp8_tensor_channel"}).items():
         layer = FusedMoE(EXPERTS, HIDDEN, INNER, 1, quant_config=named(name))
+        for parameter in (value for key, value in layer.named_parameters() if key.endswith("input_scale")):
+            parameter.data.fill_(1)
         assert layer.expert_weights.scheme.name == scheme
         assert layer.should_fuse_routed_scaling_factor_in_topk == (scheme == "nvfp4")
     for bad in (
@@ -198,6 +200,8 @@ def test_static_scales_and_weights_quantized_on_load(plain: Path) -> None:
     static = {"quant_method": "fp8", "activation_scheme": "static"}
     layer = FusedMoE(EXPERTS, HIDDEN, INNER, 1, params_dtype=torch.bfloat16, quant_config=static, inplace=False)
     for name in ("w13_input_scale", "w2_input_scale"):
+        with pytest.raises(ValueError, match=f"{name} of expert 0 is not loaded"):
+            layer.process_weights_after_loading()
         parameter = getattr(layer, name)
         for expert in range(EXPERTS):
             for shard in ("w1", "w3") if name.startswith("w13") else ("w2",):

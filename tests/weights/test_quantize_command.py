@@ -1,5 +1,6 @@
 """`ep-moe quantize`: what it writes is read back as the same bits, and by transformers where it can."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -20,7 +21,7 @@ from ep_moe.group import EPGroup
 from ep_moe.placement import Placement
 from ep_moe.quant import dequantize_weight, get_scheme
 from ep_moe.testing import assert_same_bits, worst_row_error
-from ep_moe.weights import Checkpoint, ExpertWeights
+from ep_moe.weights import Checkpoint, ExpertWeights, writing
 from ep_moe.weights.storage import list_tensors
 from ep_moe.weights.writing import write_quantized
 
@@ -78,8 +79,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("name", "parts", "read_as"), WRITTEN, ids=lambda value: value if type(value) is str else "")
 def test_what_is_written_is_what_quantizing_on_load_gives(
-    small: Path, tmp_path: Path, name: str, parts: set[str], read_as: str
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, parts: set[str], read_as: str
 ) -> None:
+    monkeypatch.setattr(writing, "SHARD_BYTES", 1)  # each of the two other tensors in a file
     source, placement = Checkpoint.open(small), Placement.linear(EXPERTS, 1)
     written = write_quantized(source, get_scheme(name), tmp_path / "out")
     assert written.layers == 1
@@ -92,6 +94,7 @@ def test_what_is_written_is_what_quantizing_on_load_gives(
             for key, tensor in getattr(expected, part).tensors.items():
                 assert_same_bits(getattr(found, part).tensors[key], tensor, f"{part}.{key}")
     tensors = list_tensors(tmp_path / "out")
+    assert {stored.file.name for stored in tensors.values()} == {f"model-0000{n}-of-00003.safetensors" for n in "123"}
     assert {key.removeprefix(GATE) for key in tensors if key.startswith(GATE)} == parts
     before, after = (dict(Checkpoint.open(path).dense().items()) for path in (small, tmp_path / "out"))
     assert before.keys() == after.keys()
@@ -118,6 +121,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert {path.name for path in SHIPPED_MODEL.iterdir()} - {path.name for path in out.iterdir()} == {
         "model.safetensors"
     }
+    assert {path.stat().st_mode & 0o777 for path in out.glob("*.safetensors")} == {out.stat().st_mode & 0o666}
     again = CliRunner().invoke(app, ["quantize", "--scheme", "int4_w4a16_g32", "--out", str(out)])
     assert again.exit_code == 2
     assert "exists and is not empty" in again.stderr
@@ -134,11 +138,15 @@ def test_the_command(tmp_path: Path) -> None:
         ("fp8_block_ue8m0", "has no layout on disk"),
         ("int4_w4a16_g48", "groups of 48 do not divide a row of 256"),
         ("int3", "is not one of none"),
+        ("fp8_token", "has no experts of layer 0"),
     ],
 )
 def test_what_cannot_be_written(small: Path, tmp_path: Path, name: str, words: str) -> None:
+    source = Checkpoint.open(small)
+    source = dataclasses.replace(source, raw={**source.raw, "num_hidden_layers": 2})
     with pytest.raises(ValueError, match=re.escape(words)):
-        write_quantized(Checkpoint.open(small), get_scheme(name), tmp_path / "out")
+        write_quantized(source, get_scheme(name), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def gpt_oss(directory: Path) -> Any:
@@ -176,6 +184,10 @@ def test_mxfp4_as_transformers_reads_it(tmp_path: Path) -> None:
         assert worst_row_error(ours(ids).logits, theirs.eval()(ids).logits) < 1e-5
     with pytest.raises(ValueError, match="gpt-oss is written in mxfp4_w4a16"):
         write_quantized(checkpoint, get_scheme("fp8_token"), tmp_path / "other")
+    make_model("gpt_oss", hidden_size=48).save_pretrained(tmp_path / "narrow")
+    with pytest.raises(ValueError, match="blocks of 32 do not divide a row of 48"):
+        write_quantized(Checkpoint.open(tmp_path / "narrow"), get_scheme("mxfp4_w4a16"), tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 def test_fp8_as_transformers_reads_it(tmp_path: Path) -> None:

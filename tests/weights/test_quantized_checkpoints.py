@@ -38,7 +38,7 @@ from ep_moe.placement import Placement
 from ep_moe.quant import dequantize_rows, dequantize_weight, quantize, quantize_weight, round_trip
 from ep_moe.routing import Routing
 from ep_moe.testing import worst_row_error
-from ep_moe.weights import Checkpoint, ExpertWeights
+from ep_moe.weights import Checkpoint, ExpertWeights, storage
 
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name.startswith("nvfp4")])
@@ -179,6 +179,27 @@ def test_columns_in_another_order(tmp_path: Path, name: str) -> None:
         ExpertWeights.from_pretrained(tmp_path, Placement.linear(EXPERTS, 1), 0, scheme="none")
 
 
+def test_unpacked_columns_in_another_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are dequantized in it, in portions of rows; an expert without it is an error."""
+    tensors, real = write(tmp_path, "mxfp8_compressed")
+    write_config(tmp_path, changed("mxfp8_compressed", (*WEIGHTS, "actorder"), "group"))
+    monkeypatch.setattr(storage, "PORTION_BYTES", 16 * HIDDEN * 4)
+    for module, weight in real.items():
+        order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(len(module)))
+        tensors[f"{module}.weight_g_idx"] = (order // 32).int()
+        tensors[f"{module}.weight"], real[module] = tensors[f"{module}.weight"][:, order], weight[:, order]
+    save_file(tensors, tmp_path / "model.safetensors")
+    none = ExpertWeights.from_pretrained(tmp_path, Placement.linear(EXPERTS, 1), 0, scheme="none", dtype=F32)[0]
+    for expert in range(EXPERTS):
+        for part, expected in zip(("w13", "w2"), layer_of(real, expert), strict=True):
+            assert torch.equal(getattr(none, part).values[expert], expected)
+    assert torch.equal(Checkpoint.open(tmp_path).dense(F32)[f"{DENSE}.weight"], real[DENSE])
+    del tensors[f"{BROKEN}.weight_g_idx"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"{BROKEN}.weight_g_idx is missing"):
+        Checkpoint.open(tmp_path)
+
+
 BROKEN = base(2, "up")
 
 
@@ -202,6 +223,11 @@ BROKEN = base(2, "up")
         ("blockwise_int8", ".weight_scale_inv", lambda t: t[:1], ("[1, 3]", "[4, 3]", "float8_e8m0fnu")),
         ("blockwise_int8", ".weight_scale_inv", lambda t: t.int(), ("int32", "float8_e8m0fnu")),
         ("fp8_static", ".input_scale", lambda t: t * 0, ("input_scale", "not positive")),
+        ("fp8_static", ".input_scale", None, (".input_scale is missing",)),
+        ("fp8_modelopt", ".input_scale", None, (".input_scale is missing",)),
+        ("gptq", ".g_idx", None, (".g_idx is missing",)),
+        ("mxfp4_compressed", ".weight_g_idx", lambda _: torch.arange(HIDDEN).flip(0) // 32, ("than their groups",)),
+        ("nvfp4_compressed", ".weight_g_idx", lambda _: torch.arange(HIDDEN).flip(0) // 16, ("than their groups",)),
         ("nvfp4_compressed", ".weight_scale", lambda t: t.float(), ("torch.float32", "float8_e4m3fn")),
         ("nvfp4_modelopt", ".weight_scale_2", lambda t: t * 0, ("not positive",)),
         ("mxfp4_compressed", ".weight_scale", lambda t: t[:, :2].contiguous(), ("[64, 2]", "[64, 3]")),
@@ -210,8 +236,9 @@ BROKEN = base(2, "up")
 )
 def test_damage_is_named(tmp_path: Path, name: str, suffix: str, damage: Any, words: tuple[str, ...]) -> None:
     tensors, _ = write(tmp_path, name)
+    write_config(tmp_path, LAYOUTS[name].config | {"desc_act": True})  # GPTQ's alone
     key = f"{BROKEN}{suffix}"
-    changed = tensors.pop(key)
+    changed = tensors.pop(key, None)
     if damage is not None:
         tensors[key] = damage(changed)
     save_file(tensors, tmp_path / "model.safetensors")

@@ -20,6 +20,7 @@ from ep_moe.placement import Placement, create_placement
 from ep_moe.quant import SCHEMES, dequantize_weight, get_scheme, quantize_weight
 from ep_moe.testing import assert_same_bits
 from ep_moe.weights import Checkpoint, ExpertWeights, storage
+from ep_moe.weights.families import moe_layers
 
 HIDDEN, INTERMEDIATE = 48, 32
 LAYERS = (0, 2, 11)  # layer 1 is dense; 11 sorts after 2 as a number only
@@ -453,6 +454,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "two_forms": (_two_forms, ("layer 2 ", "two forms", "experts.gate_up_proj in ", "_proj.weight in ")),
     "absent_file": (lambda directory: (directory / SECOND).unlink(), (INDEX, SECOND, "not there")),
     "cut_short": (_cut_short, ("model-00003-of-00003.safetensors", "cut short")),
+    "empty_index": (lambda directory: _edit_index(directory, dict.clear), (INDEX, "weight_map is empty")),
+    "absent_layer": (configured(num_hidden_layers=9, mlp_only_layers=[1, 3]), ("no experts of layer 4", "[0, 2, 11]")),
+    "no_layer": (
+        configured(model_type="gpt_oss", num_local_experts=5, intermediate_size=32),
+        ("no experts of layer 0",),
+    ),
     "too_many_experts": (configured(num_experts=4), (".experts.4.", "num_experts is 4")),
     "unknown_family": (configured(model_type="dbrx"), ("dbrx", "qwen3_moe", "mixtral")),
     "unknown_activation": (configured(hidden_act="relu6"), ("relu6", "silu")),
@@ -472,6 +479,20 @@ def test_damage_is_named_on_every_rank(tmp_path: Path, name: str) -> None:
         with pytest.raises(ValueError) as caught:
             ExpertWeights.from_pretrained(tmp_path, placement, rank)
         assert [fragment for fragment in fragments if fragment not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("config", "layers"),
+    [
+        ({"model_type": "qwen3_moe", "num_hidden_layers": 7, "decoder_sparse_step": 2, "mlp_only_layers": [3]}, [1, 5]),
+        ({"model_type": "deepseek_v3", "num_hidden_layers": 5, "first_k_dense_replace": 3}, [3, 4]),
+        ({"model_type": "deepseek_v3", "num_hidden_layers": 5}, []),
+        ({"model_type": "mixtral", "num_hidden_layers": 2}, [0, 1]),
+        ({"model_type": "mixtral"}, []),
+    ],
+)
+def test_layers_that_a_config_names(config: dict[str, Any], layers: list[int]) -> None:
+    assert list(moe_layers(config, "config.json")) == layers
 
 
 MALFORMED = {

@@ -25,14 +25,19 @@ def weights_of(
     w13; in w13, whose tokens then have their columns in an order for each expert.
 
     Args: tensors: by field and part, as "w13_values". local: this rank's experts among all.
-    Errors: ValueError for scales of w13 and w2 in different dtypes, a gate and an up half in different orders, and
-    groups of another size than the config's. Local; a host sync for global scales, and for orders.
+    Errors: ValueError for scales of w13 and w2 in different dtypes, a gate and an up half in different orders, groups
+    of another size than the config's, and static input scales that are not positive, as those that were not loaded.
+    Local; a host sync for global and static input scales, and for orders.
     """
     if form.packed:
         fields = _packed(form, tensors)
     else:
         fields = _plain(form, tensors)
         first, second = (tensors.get(f"{field}_input_scale") for field in FIELDS)
+        for field, scales in (("w13", first), ("w2", second)):
+            wrong = [] if scales is None else (~(scales > 0)).nonzero().flatten().tolist()
+            if wrong:
+                raise ValueError(f"{field}_input_scale of expert {wrong[0]} is not loaded, or not positive")
         fields["w13_input_scale"] = None if first is None else first.amax().reshape(1)
         fields["w2_input_scale"] = None if second is None else second[local].contiguous()
     return ExpertWeights(
