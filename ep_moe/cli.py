@@ -4,7 +4,8 @@ transport | balance | moving | model | experts | formats | calls | serve | repor
 Results go to standard output, progress and errors to standard error. torch is imported by the commands that need it,
 and transformers by the ranks alone, whose entry points are dotted names: each takes seconds.
 
-Exit codes: 0 success; 1 the job failed or `run` found a difference; 2 a wrong argument; 130 Ctrl-C; 143 SIGTERM.
+Exit codes: 0 success; 1 the job failed or `run` found a difference; 2 a wrong argument; 129 SIGHUP; 130 Ctrl-C;
+143 SIGTERM.
 """
 
 import contextlib
@@ -276,12 +277,19 @@ def _engine(given: dict[str, Any], defaults: EngineConfig, fields: Mapping[str, 
 
 def _print(result: dict[str, Any], show: Callable[[dict[str, Any]], None], as_json: bool) -> None:
     """Show a result, or print it as JSON; rows of a benchmark in the form that files have."""
-    if not as_json:
-        show(result)
-        return
-    if "bench" in result:
-        result = result | {"rows": [flatten(result["bench"], row) for row in result["rows"]]}
-    typer.echo(json.dumps(_for_json(result), allow_nan=False))
+    try:
+        if not as_json:
+            show(result)
+            return
+        if "bench" in result:
+            result = result | {"rows": [flatten(result["bench"], row) for row in result["rows"]]}
+        typer.echo(json.dumps(_for_json(result), allow_nan=False))
+    except BrokenPipeError:  # who reads it has enough: typer ends in silence
+        raise
+    except OSError as error:
+        with contextlib.suppress(OSError):  # else Python tries again to write it, at its end
+            sys.stdout.close()
+        _fail(f"standard output: {error}", 1)
 
 
 def _for_json(value: Any) -> Any:

@@ -7,7 +7,7 @@
 #   NNODES=2 NODE_RANK=1 MASTER_ADDR=node0 launch/torchrun.sh run           on the second
 #
 # Nodes meet by torchrun's c10d rendezvous, in any order. Environment:
-#   NPROC        ranks on this node, the same on every node; default: one per GPU, or 2 without GPUs
+#   NPROC        ranks on this node, the same on every node; default: one per visible GPU, or 2 without GPUs
 #   NNODES       nodes; default 1
 #   NODE_RANK    index of this node, 0 .. NNODES-1; required if NNODES > 1. Node 0 serves the rendezvous
 #   MASTER_ADDR  host name or address of node 0; required if NNODES > 1
@@ -25,25 +25,30 @@ fail() {
     exit 2
 }
 
-whole() { [[ $2 =~ ^[0-9]+$ ]] || fail "$1 ('$2') is not a whole number"; }
+# print variable $1 of value $2, which may begin with zeros and is at least $3
+whole() {
+    [[ $2 =~ ^[0-9]+$ ]] || fail "$1 ('$2') is not a whole number"
+    ((10#$2 >= $3)) || fail "$1 ($2) is below $3"
+    echo $((10#$2))
+}
 
-whole NNODES "$nnodes"
+nnodes=$(whole NNODES "$nnodes" 1)
 if [[ -z ${NPROC:-} ]]; then
-    gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l) || gpus=0
+    gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())' 2>/dev/null) || gpus=0 # the visible ones
     NPROC=$((gpus > 0 ? gpus : 2))
 fi
+NPROC=$(whole NPROC "$NPROC" 1)
 
-if ((nnodes <= 1)); then
+if ((nnodes == 1)); then
     rendezvous=(--standalone)
     EP_MOE_LAUNCH_SECRET=${EP_MOE_LAUNCH_SECRET:-$("$python" -c 'import secrets; print(secrets.token_hex(16))')}
     export EP_MOE_LAUNCH_SECRET
 else
     [[ -n ${NODE_RANK:-} ]] || fail "NNODES is $nnodes: set NODE_RANK to the index of this node, 0 to $((nnodes - 1))"
     [[ -n ${MASTER_ADDR:-} ]] || fail "NNODES is $nnodes: set MASTER_ADDR to the host name or address of node 0"
-    whole NODE_RANK "$NODE_RANK"
+    NODE_RANK=$(whole NODE_RANK "$NODE_RANK" 0)
     ((NODE_RANK < nnodes)) || fail "NODE_RANK ($NODE_RANK) is not below NNODES ($nnodes)"
-    port=${MASTER_PORT:-29500}
-    whole MASTER_PORT "$port"
+    port=$(whole MASTER_PORT "${MASTER_PORT:-29500}" 1)
     serves=false
     if ((NODE_RANK == 0)); then
         serves=true

@@ -11,12 +11,13 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 from ep_moe.app.report import CONTROLS
 from ep_moe.config import EngineConfig
 from ep_moe.environment import client_key
 from ep_moe.fields import Field, check_fields, described
+from ep_moe.launch.signals import end_with_parent, held_back, terminable
 
 END_SECS = 20.0  # in which the server of a chat ends
 HELP = "Ctrl-C ends an answer, Ctrl-D the chat; /clear forgets what was said"
@@ -40,6 +41,10 @@ class ChatConfig:
             raise ValueError(f"url ({self.url!r}) does not begin with http:// or https://")
 
 
+class _RefusedError(RuntimeError):
+    """The server has refused a message; in its words."""
+
+
 def chat(engine: EngineConfig, config: ChatConfig) -> dict[str, Any]:
     """Read messages from standard input and write the answers, until it ends.
 
@@ -48,7 +53,10 @@ def chat(engine: EngineConfig, config: ChatConfig) -> dict[str, Any]:
     changed = changed_options(engine)
     if config.url and changed:
         raise ValueError(f"url ({config.url!r}) is a running server, which has its own {changed[0]}")
-    with contextlib.nullcontext(config.url) if config.url else _server(changed) as url:
+    with (
+        terminable(interrupts_once=False),
+        contextlib.nullcontext(config.url) if config.url else _server(changed) as url,
+    ):
         base = url.rstrip("/").removesuffix("/v1") + "/v1"
         _talk(base, config)
     return {}
@@ -67,9 +75,11 @@ def changed_options(engine: EngineConfig) -> list[str]:
 @contextlib.contextmanager
 def _server(options: list[str]) -> Iterator[str]:
     """Serve a model while the block runs; yields the address. Errors: RuntimeError with the server's last line."""
-    command = [sys.executable, "-m", "ep_moe", "serve", "--port", "0", "--log-level", "warning", *options]
+    command = [sys.executable, "-m", "ep_moe", "serve", "--port", "0", "--drain-secs", "0", "--log-level", "warning"]
     # in a group of its own: Ctrl-C ends an answer, not the server
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+    with subprocess.Popen(
+        [*command, *options], stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=end_with_parent
+    ) as process:
         try:
             assert process.stderr is not None
             line = ""
@@ -81,10 +91,11 @@ def _server(options: list[str]) -> Iterator[str]:
                 sys.stderr.write(line)
             raise RuntimeError(f"the model is not served: {line.strip().removeprefix('error: ')}")
         finally:
-            process.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(END_SECS)
-            process.kill()
+            with held_back(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(END_SECS)
+                process.kill()
 
 
 def _talk(base: str, config: ChatConfig) -> None:
@@ -106,18 +117,38 @@ def _talk(base: str, config: ChatConfig) -> None:
         if not text.strip():
             continue
         messages.append({"role": "user", "content": text})
-        answer = ""
+        answer, before = "", ""
         try:
-            for piece in _pieces(base, name, messages, config):
-                answer += piece
-                sys.stdout.write(CONTROLS.sub(" ", piece) if sys.stdout.isatty() else piece)
-                sys.stdout.flush()
+            for kind, piece in _pieces(base, name, messages, config):
+                if before == "reasoning" != kind:
+                    sys.stderr.write("\n")
+                before = kind
+                if kind == "content":
+                    answer += piece
+                    _show(sys.stdout, piece)
+                elif kind == "reasoning":
+                    _show(sys.stderr, piece, dim=True)
         except KeyboardInterrupt:
             if not asks:
                 raise
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        except _RefusedError as error:
+            if not asks:
+                raise
+            messages.pop()
+            _show(sys.stderr, f"error: {error} (/clear forgets what was said)\n")
+            continue
+        _show(sys.stdout, "\n")
+        if before == "length":
+            sys.stderr.write(f"(cut off, as --max-tokens is {config.max_tokens} or the model takes no more)\n")
         messages.append({"role": "assistant", "content": answer})
+
+
+def _show(stream: TextIO, piece: str, *, dim: bool = False) -> None:
+    if stream.isatty():
+        piece = CONTROLS.sub(" ", piece)
+        piece = f"\x1b[2m{piece}\x1b[0m" if dim else piece
+    stream.write(piece)
+    stream.flush()
 
 
 def _name_of(base: str, config: ChatConfig) -> str:
@@ -125,8 +156,8 @@ def _name_of(base: str, config: ChatConfig) -> str:
         return str(json.load(answer)["data"][0]["id"])
 
 
-def _pieces(base: str, name: str, messages: list[dict[str, str]], config: ChatConfig) -> Iterator[str]:
-    """The text of an answer as it comes."""
+def _pieces(base: str, name: str, messages: list[dict[str, str]], config: ChatConfig) -> Iterator[tuple[str, str]]:
+    """The text of an answer as it comes, each piece after its kind: "reasoning", "content"; "length" if cut off."""
     body = {"model": name, "messages": messages, "max_tokens": config.max_tokens, "temperature": config.temperature}
     with _request(f"{base}/chat/completions", body | {"stream": True}, config) as answer:
         for line in answer:
@@ -135,9 +166,15 @@ def _pieces(base: str, name: str, messages: list[dict[str, str]], config: ChatCo
                 continue
             event = json.loads(data)
             if "error" in event:
-                raise RuntimeError(str(event["error"]["message"]))
+                raise _RefusedError(event["error"]["message"])
             for choice in event["choices"]:
-                yield choice["delta"].get("content") or ""
+                delta = choice["delta"]
+                if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
+                    yield "reasoning", reasoning
+                if delta.get("content"):
+                    yield "content", delta["content"]
+                if choice.get("finish_reason") == "length":
+                    yield "length", ""
 
 
 @contextlib.contextmanager
@@ -156,6 +193,8 @@ def _request(url: str, body: dict[str, Any] | None, config: ChatConfig) -> Itera
             message = json.load(error)["error"]["message"]
         except (ValueError, KeyError, TypeError):
             message = f"{url}: {error}"
-        raise RuntimeError(message) from None
+        raise _RefusedError(message) from None
     except (OSError, http.client.HTTPException) as error:
         raise RuntimeError(f"{url}: {getattr(error, 'reason', error)}") from None
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise RuntimeError(f"{url}: the answer is not of OpenAI's protocol: {error!r}") from None

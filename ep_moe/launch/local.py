@@ -5,7 +5,6 @@ for the surviving ranks. Ranks are forked by a server that has torch loaded, so 
 """
 
 import contextlib
-import ctypes
 import multiprocessing
 import multiprocessing.util
 import os
@@ -29,12 +28,12 @@ from ep_moe.group import DEATHS_KEY, DEFAULT_CONFIG, StorePlace, secret_key, ser
 from ep_moe.launch.outcomes import DIED, Failure
 from ep_moe.launch.rank import Target, call_payload, rank_environ, read_outcome, run_pickled
 from ep_moe.launch.server import open_standard_descriptors, start_server
-from ep_moe.launch.signals import ending_of, held_back, terminable
+from ep_moe.launch.signals import end_with_parent, ending_of, held_back, terminable
 from ep_moe.launch.supervised import Front, SupervisedRanks
 
 HOST = "127.0.0.1"  # all ranks are on this machine
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TERMINATE_SECS = 1.0  # between SIGTERM and SIGKILL
+THREADS = "OMP_NUM_THREADS"
 EXIT_CODE_SECS = 5.0  # the fork server reports an exit code a moment after the process has gone
 
 
@@ -52,8 +51,8 @@ def launch(
     """Start ranks on this machine, call `target(group, *args)` in each and return their results.
 
     Ranks write to stderr only; they ignore SIGINT, and end when the launcher ends for any reason. Each gets its share
-    of the cores as torch threads, unless OMP_NUM_THREADS is set. A script whose own function is the target calls this
-    below `if __name__ == "__main__"`, as with multiprocessing.
+    of the cores as torch threads, unless OMP_NUM_THREADS says how many. A script whose own function is the target calls
+    this below `if __name__ == "__main__"`, as with multiprocessing.
 
     Args:
         target: a function, or its dotted name "package.module:function", which only the ranks import.
@@ -69,25 +68,38 @@ def launch(
         front: a process that is no rank, and may keep the ranks going when some of them die.
     Returns: the results in rank order.
     Errors: RankFailedError; ValueError, before anything starts, for num_ranks below 1, a target or argument that cannot
-    be pickled, such as a lambda, and other bad arguments; KeyboardInterrupt and, for SIGTERM, SystemExit(143) in the
-    main thread, after the ranks have been ended. Local.
+    be pickled, such as a lambda, and other bad arguments; KeyboardInterrupt and, for SIGTERM and SIGHUP, SystemExit in
+    the main thread, after the ranks have been ended. Local.
     """
     require(type(num_ranks) is int and num_ranks >= 1, f"num_ranks ({shown(num_ranks)}) must be an int of at least 1")
     payload = call_payload(target, args, config, device)
     added = dict(env or {})
     for name, value in added.items():
         require(isinstance(name, str) and isinstance(value, str), f"env has {shown(name)}: {shown(value)}, no texts")
+    environ = dict(os.environ) | added
+    environ[THREADS] = str(num_threads(environ) or max(1, _num_cores() // num_ranks))
     open_standard_descriptors()
     store = serve_store(HOST, 0, config.timeout_secs)
     ranks = _Ranks(store, num_ranks, grace_secs, front)
     with terminable():
         try:
-            ranks.start(payload, dict(os.environ) | added, preload)
+            ranks.start(payload, environ, preload)
             return ranks.collect()
         finally:
             # for about a second at most
-            with held_back(signal.SIGINT, signal.SIGTERM):
+            with held_back(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 ranks.end()
+
+
+def num_threads(environ: Mapping[str, str]) -> int | None:
+    """The threads of OMP_NUM_THREADS, the first number if it is a list; None if it is unset or empty. Local.
+
+    Errors: ValueError names the variable if that is no number of at least 1.
+    """
+    text = environ.get(THREADS, "").strip()
+    first = text.partition(",")[0].strip()
+    require(not text or (first.isdecimal() and int(first) >= 1), f"{THREADS} ({text!r}) is not a number of at least 1")
+    return int(first) if text else None
 
 
 class _Ranks(SupervisedRanks):
@@ -100,8 +112,6 @@ class _Ranks(SupervisedRanks):
 
     def start(self, payload: bytes, environ: dict[str, str], preload: Sequence[str] = ()) -> None:
         start_server(preload)
-        if "OMP_NUM_THREADS" not in environ:
-            environ["OMP_NUM_THREADS"] = str(max(1, _num_cores() // self._num_ranks))
         store = {"MASTER_ADDR": HOST, "MASTER_PORT": str(self._store.port), SECRET: self._secret}
         self._payload, self._environ, self._preload = payload, environ | store, ", ".join(preload) or "none"
         self._begin_all(StorePlace(host=HOST, port=self._store.port, secret=self._secret))
@@ -169,9 +179,7 @@ class _Ranks(SupervisedRanks):
 def _child(pipe: Connection, stderr: Connection, environ: dict[str, str], payload: bytes) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    if sys.platform == "linux":
-        # the fork server is the parent; it ends with the launcher, and this rank with the fork server
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    end_with_parent()  # the fork server, which ends with the launcher
     launcher = multiprocessing.parent_process()
     if launcher is not None and not launcher.is_alive():
         os._exit(1)
@@ -182,7 +190,7 @@ def _child(pipe: Connection, stderr: Connection, environ: dict[str, str], payloa
         stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     os.environ.clear()
     os.environ.update(environ)
-    torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
+    torch.set_num_threads(int(environ[THREADS]))
     data = run_pickled(payload)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -23,6 +23,7 @@ import torch
 from ep_moe.config import GroupConfig
 from ep_moe.environment import SECRET
 from ep_moe.group import DEATHS_KEY, DEFAULT_CONFIG, StorePlace, secret_key, serve_store
+from ep_moe.launch.local import num_threads
 from ep_moe.launch.outcomes import DIED, Failure, describe
 from ep_moe.launch.rank import Target, call_payload, rank_environ, read_outcome, run_pickled
 from ep_moe.launch.ray_cluster import NodeRanks, check_nodes, connected, has_gpus
@@ -70,7 +71,7 @@ class _Rank:
             return pickle.dumps(describe(RuntimeError("Ray has moved it to a node whose GPUs the others do not know")))
         os.dup2(2, 1)  # stdout belongs to the launcher
         os.environ.update(environ)
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # torch has read the one that Ray sets
+        torch.set_num_threads(num_threads(os.environ) or 1)  # torch has read the one that Ray sets
         return run_pickled(payload)
 
 
@@ -96,8 +97,9 @@ def launch_on_ray(
         front: as in `launch`.
     Returns: the results in rank order.
     Errors: RankFailedError; RuntimeError if ray is not installed, the cluster does not answer, lacks nodes, or does not
-    start the actors; KeyboardInterrupt and SystemExit as in `launch`. Local.
+    start the actors; ValueError for OMP_NUM_THREADS; KeyboardInterrupt and SystemExit as in `launch`. Local.
     """
+    num_threads({**os.environ, **(env or {})})  # its error comes before anything starts
     try:
         with (
             terminable(),
@@ -107,7 +109,7 @@ def launch_on_ray(
         ):
             ranks.start(target, *args, env=env)
             return ranks.collect()
-    except SystemExit:  # that of SIGTERM; Ray's calls replace its code
+    except SystemExit:  # that of SIGTERM or SIGHUP; Ray's calls replace its code
         raise SystemExit(128 + signal.SIGTERM) from None
 
 
@@ -237,7 +239,7 @@ class RayRanks(SupervisedRanks):
 
     def close(self) -> None:
         """End the actors and give the nodes back; returns when Ray has seen them end. May be called again."""
-        with held_back(signal.SIGINT, signal.SIGTERM):
+        with held_back(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             self._close()
 
     def _close(self) -> None:

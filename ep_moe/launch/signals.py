@@ -1,10 +1,14 @@
 """Signals while ranks run."""
 
 import contextlib
+import ctypes
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 _before_leaving: list[Callable[[], None]] = []  # calls in place of the next SIGTERM's end
 
@@ -15,6 +19,12 @@ def ending_of(code: int) -> str:
         return f"exited with code {code}"
     names = {number.value: number.name for number in signal.Signals}
     return f"was killed by {names.get(-code, f'signal {-code}')}"
+
+
+def end_with_parent() -> None:
+    """Have the end of this process's parent kill it, on Linux. Local."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 @contextlib.contextmanager
@@ -28,11 +38,14 @@ def first_sigterm(call: Callable[[], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def terminable() -> Iterator[None]:
-    """SIGTERM raises SystemExit in the main thread, so that ranks are ended first; no effect in other threads.
+def terminable(*, interrupts_once: bool = True) -> Iterator[None]:
+    """SIGTERM and SIGHUP raise SystemExit, so that ranks are ended first. No effect in threads but the main one.
 
-    SIGINT raises KeyboardInterrupt once: some programs send it twice at once, as `timeout` does, and the second one
-    would end this process before its ranks.
+    SIGINT raises KeyboardInterrupt. It and SIGHUP do so once: some programs send them twice at once, as `timeout` and
+    shells do, and the second one would end this process before its ranks. An ignored SIGHUP stays ignored.
+
+    Args:
+        interrupts_once: False leaves SIGINT alone.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -44,13 +57,15 @@ def terminable() -> Iterator[None]:
             return
         raise SystemExit(128 + signum)
 
-    def interrupt(signum: int, frame: Any) -> None:
+    def leave_once(signum: int, frame: Any) -> None:
         signal.signal(signum, signal.SIG_IGN)
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)
 
     before = {signal.SIGTERM: signal.signal(signal.SIGTERM, leave)}
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, leave_once)
+    if interrupts_once and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, leave_once)
     try:
         yield
     finally:

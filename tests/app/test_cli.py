@@ -731,6 +731,16 @@ def test_a_terminal_gets_no_control_characters(
     assert capsys.readouterr().out == f"a [b]{text}\n\n"
 
 
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["table", "json"])
+def test_a_full_disk_is_one_line(options: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*EP_MOE, "formats", *options], stdout=full, stderr=subprocess.PIPE, env=environ(), check=False
+        )
+    expected = b"error: standard output: [Errno 28] No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, expected)
+
+
 def test_piped_tables_are_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
     row = {"shapes": {"name": "x" * 150}, "setup": {"path": "[y]" * 50}, "figures": {"a_us": 1.0}, "left_out": {}}
     cli.show_rows(

@@ -57,7 +57,7 @@ def describe_rank(group: EPGroup, factor: int, folder: str) -> tuple[Any, ...]:
 def test_results_come_in_rank_order(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, num_ranks: int
 ) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
     results = launch(describe_rank, 10, str(tmp_path), num_ranks=num_ranks, config=CONFIG, device="cpu")
     threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
     assert results == [(10 * rank, num_ranks, rank, 0, "cpu", threads) for rank in range(num_ranks)]
@@ -77,7 +77,7 @@ def test_the_environment_is_set_before_the_target_is_imported(tmp_path: Path, mo
     monkeypatch.setenv("EP_MOE_OWN", "inherited")
     from target_of_a_launch import target
 
-    env = {"EP_MOE_TEST": "given", "OMP_NUM_THREADS": "2"}
+    env = {"EP_MOE_TEST": "given", "OMP_NUM_THREADS": "2,1"}
     results = launch(target, num_ranks=2, config=CONFIG, device="cpu", env=env)
     assert results == [(("given", "inherited"), str(rank), 2) for rank in range(2)]
     assert "EP_MOE_TEST" not in os.environ
@@ -287,6 +287,8 @@ def test_a_rank_that_will_not_end_is_ended(tmp_path: Path) -> None:
         ({"config": None}, r"config \(None\) is no GroupConfig"),
         ({"device": "gpu"}, r"device \('gpu'\) is no device of torch"),
         ({"env": {"A": 1}}, r"env has 'A': 1, no texts"),
+        ({"env": {"OMP_NUM_THREADS": "auto"}}, r"OMP_NUM_THREADS \('auto'\) is not a number of at least 1"),
+        ({"env": {"OMP_NUM_THREADS": "0"}}, r"OMP_NUM_THREADS \('0'\) is not a number of at least 1"),
     ],
     ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
 )
@@ -339,9 +341,10 @@ def test_a_second_ctrl_c_at_once_leaves_time_to_end_the_ranks() -> None:
     [
         (signal.SIGINT, True, -signal.SIGINT, "left in good order\n"),
         pytest.param(signal.SIGTERM, False, 143, "left in good order\n", marks=pytest.mark.matrix),
+        pytest.param(signal.SIGHUP, False, 129, "left in good order\n", marks=pytest.mark.matrix),
         (signal.SIGKILL, False, -signal.SIGKILL, ""),
     ],
-    ids=["ctrl-c", "terminated", "killed"],
+    ids=["ctrl-c", "terminated", "hung-up", "killed"],
 )
 def test_ranks_end_with_their_launcher(tmp_path: Path, number: int, to_all: bool, code: int, out: str) -> None:
     command = [sys.executable, "-c", LAUNCHER, str(tmp_path)]

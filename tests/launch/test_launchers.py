@@ -159,9 +159,12 @@ def test_nodes_with_different_numbers_of_ranks_are_refused(tmp_path: Path, small
         ({"NNODES": "2", "NODE_RANK": "0"}, "NNODES is 2: set MASTER_ADDR to the host name or address of node 0"),
         ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, "NODE_RANK (2) is not below NNODES (2)"),
         ({"NNODES": "two"}, "NNODES ('two') is not a whole number"),
+        ({"NNODES": "0"}, "NNODES (0) is below 1"),
+        ({"NNODES": "08"}, "NNODES is 8: set NODE_RANK to the index of this node, 0 to 7"),
+        ({"NPROC": "x"}, "NPROC ('x') is not a whole number"),
         ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "USED"}, "is in use on this node"),
     ],
-    ids=["no-node-rank", "no-address", "node-rank", "nnodes", "port"],
+    ids=["no-node-rank", "no-address", "node-rank", "nnodes", "no-nodes", "base-10", "nproc", "port"],
 )
 def test_torchrun_names_what_is_missing(variables: dict[str, str], message: str) -> None:
     with socket.create_server(("", 0)) as listener:
@@ -173,6 +176,17 @@ def test_torchrun_names_what_is_missing(variables: dict[str, str], message: str)
     assert done.stderr.startswith("error: ")
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_torchrun_starts_a_rank_on_each_visible_gpu(tmp_path: Path) -> None:
+    """By what an interpreter that sees three GPUs is asked to run."""
+    (tmp_path / "torch.py").write_text("class cuda:\n    device_count = staticmethod(lambda: 3)\n")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exec {sys.executable} "$@"\necho "$@"\n')
+    python.chmod(0o755)
+    env = environ() | {"PYTHON": str(python), "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(["bash", str(ROOT / "launch/torchrun.sh"), "run"], env=env, capture_output=True, text=True)
+    assert "--nproc-per-node 3 " in done.stdout, done.stderr
 
 
 def test_slurm_names_what_is_missing(tmp_path: Path) -> None:
@@ -204,6 +218,11 @@ def cluster() -> Iterator[Any]:
 
 
 NODES = NodeRanks(address="auto", num_nodes=2, ranks_per_node=2, gpus=False)
+
+
+def test_a_wrong_number_of_threads_is_told_before_ray_starts() -> None:
+    with pytest.raises(ValueError, match=r"OMP_NUM_THREADS \('4;2'\) is not a number of at least 1"):
+        launch_on_ray(sum_for_ever, nodes=NODES, env={"OMP_NUM_THREADS": "4;2"})
 
 
 def sum_for_ever(group: EPGroup, tells: bool = False) -> None:
