@@ -40,6 +40,9 @@ class GenerateConfig:
                 prompt.encode()
             except UnicodeEncodeError as error:
                 raise ValueError(f"prompts ({shown(prompt)}) are not UTF-8: {error.reason}") from None
+        most = 2**63 - len(self.prompts)
+        if not -(2**63) <= self.seed <= most:
+            raise ValueError(f"seed ({shown(self.seed)}) must be in [-2^63, {most}]: prompt i has seed + i, of 64 bits")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p ({self.top_p}) is not in (0, 1]")
         if self.top_p < 1 and self.temperature == 0:

@@ -1,9 +1,11 @@
 """Worker entry point of `ep-moe generate`: a rank continues its prompts, in step with the others."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 from ep_moe.app.generate import GenerateConfig
 from ep_moe.app.placements import model_sizes
@@ -17,6 +19,7 @@ from ep_moe.app.session import (
     progress_bar,
     start_task,
 )
+from ep_moe.app.start import model_dir
 from ep_moe.config import EngineConfig
 from ep_moe.engines.transformers import GenerationOptions, generate
 from ep_moe.engines.transformers.decoding import decoder_of, end_ids_of
@@ -33,6 +36,9 @@ def generate_rank_main(
     """One rank's part of the job. Returns the report, the same on every rank. Collective."""
     clock = PhaseClock(group.device)
     tokenizer = load_tokenizer(engine)
+    mine = range(group.rank, len(config.prompts), group.num_ranks)
+    ids_of = {index: tokenizer(config.prompts[index])["input_ids"] for index in mine}
+    _check_lengths(ids_of.values(), engine, config)
     made: dict[int, tuple[str, int]] = {}
     with progress_bar(group) as progress:
         with clock.phase("load"), group.guard("load"):
@@ -41,9 +47,7 @@ def generate_rank_main(
         end_ids = end_ids_of(model, tokenizer)
         decoder = decoder_of(model, config.decode_graphs)
         rows = 1 if decoder is None else MOST_ROWS
-        mine = range(group.rank, len(config.prompts), group.num_ranks)
         turns = range(0, -(-len(config.prompts) // group.num_ranks), rows)
-        ids_of = {index: tokenizer(config.prompts[index])["input_ids"] for index in mine}
         with clock.phase("warm_up"), group.guard("warm up"):
             for first in turns:
                 indices = mine[first : first + rows]
@@ -92,6 +96,17 @@ def generate_rank_main(
         "decode_graphs": decoder is not None and decoder.graphs,
         "memory": memory,
     }
+
+
+def _check_lengths(prompts: Iterable[list[int]], engine: EngineConfig, config: GenerateConfig) -> None:
+    """Raise ValueError for a prompt that exceeds the model's positions with its new tokens."""
+    found = AutoConfig.from_pretrained(model_dir(engine), local_files_only=True).get_text_config()
+    most, longest = getattr(found, "max_position_embeddings", None), max(map(len, prompts), default=0)
+    if longest and most is not None and longest + config.max_new_tokens > most:
+        raise ValueError(
+            f"a prompt of {longest} tokens and max_new_tokens ({config.max_new_tokens}) exceed the model's "
+            f"max_position_embeddings ({most})"
+        )
 
 
 def _padded(prompts: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:

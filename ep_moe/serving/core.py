@@ -348,7 +348,7 @@ class Leader:
         done = self._ranks.regroup()
         self._regroups = False
         with self._changed:
-            found, moved = self._scheduler.regroup(done.seats, done.answers, done.forgotten)
+            found, moved = self._scheduler.regroup(done.seats, done.answers, done.forgotten, done.errors)
         self._sent.clear()
         self._place(done.placements or self._placements)
         self.rebalancing = {}

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ep_moe.grammar import is_installed
+from ep_moe.grammar import MOST_BYTES, is_installed
 from ep_moe.serving.scheduler import BadRequestError
 
 # between the parts of JSON: a model that is free to write any white space may write nothing else
@@ -131,6 +131,9 @@ def _choice(texts: list[str]) -> str:
 
 def _own(text: str) -> str:
     """A grammar in Lark's syntax, or in GBNF, in which rules are written with `::=`."""
+    size = len(text.encode())
+    if size > MOST_BYTES:  # the conversion of a long one takes seconds
+        raise BadRequestError(f"the grammar has {size} bytes, the limit is {MOST_BYTES}")
     if "::=" in text and is_installed():
         from llguidance.gbnf_to_lark import gbnf_to_lark
 

@@ -56,7 +56,7 @@ from ep_moe.serving.protocol import (
     parse,
 )
 from ep_moe.serving.ranks import CannotScaleError
-from ep_moe.serving.scheduler import BadRequestError, GrammarError, NotFiniteError, QueueFullError
+from ep_moe.serving.scheduler import BadRequestError, GrammarError, NotFiniteError, PrefillError, QueueFullError
 from ep_moe.serving.text import Piece
 
 SHUTDOWN_SECS = 1  # that open answers have to end; with LINGER_SECS less than the launcher's grace for a failed rank
@@ -90,6 +90,7 @@ _ERRORS: dict[type[Exception], tuple[int, str, str | None]] = {
     QueueFullError: (429, "rate_limit_error", "queue_full"),
     NotFiniteError: (500, "server_error", "not_finite"),
     GrammarError: (500, "server_error", "grammar"),
+    PrefillError: (500, "server_error", "rank_failed"),
     DrainingError: (503, "server_error", "draining"),
     ServerEndedError: (503, "server_error", "server_ended"),
     Exception: (500, "server_error", None),
@@ -174,9 +175,9 @@ def create_app(service: Service) -> FastAPI:
     _add_generation(keyed, service, bodies)
     _add_tokens(keyed, service, bodies)
     _add_models(keyed, service)
+    _add_state(app, keyed, service)
     app.include_router(keyed)
     _add_admin(app, service, bodies)
-    _add_state(app, service)
     return app
 
 
@@ -224,7 +225,7 @@ def _add_models(app: APIRouter, service: Service) -> None:
         return model()
 
 
-def _add_state(app: FastAPI, service: Service) -> None:
+def _add_state(app: FastAPI, keyed: APIRouter, service: Service) -> None:
     """The endpoints about the server itself."""
 
     @app.api_route("/health", methods=["GET", "HEAD"])
@@ -241,7 +242,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
     async def page() -> Response:
         return Response(_PAGE.read_bytes(), media_type="text/html; charset=utf-8")
 
-    @app.get("/load")
+    @keyed.get("/load")
     async def load() -> dict[str, Any]:
         leader, limits = service.leader, service.leader.limits
         return {
@@ -308,7 +309,7 @@ def _add_generation(app: APIRouter, service: Service, bodies: _Bodies) -> None:
                 yield event(chunk)
             yield _DONE
             status = 200
-        except (ServerEndedError, NotFiniteError, GrammarError) as error:
+        except (ServerEndedError, NotFiniteError, GrammarError, PrefillError) as error:
             status, name, code = _ERRORS[type(error)]
             yield event(error_body(str(error), name, code=code))
         finally:

@@ -24,6 +24,7 @@ from ep_moe.serving.text import Piece, TextStream, Tokenizer, stream_texts
 
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions; a chat goes on up to the last position
 TOOL_CALLS = "tool_calls"  # why an answer has ended: it calls functions
+MOST_ENTRIES = 2**18  # log-probabilities in an answer: all of them are made text at once
 LEAST_LOGPROB = -9999.0  # in place of minus infinity, which JSON has not; vLLM's number
 _PART = "\ufffd"  # what tokenizers make of a part of a character
 
@@ -198,17 +199,24 @@ class Job:
         if self._grammar and service.leader.limits.no_grammars:
             reason = service.leader.limits.no_grammars
             raise BadRequestError(f"{self._grammar_param} cannot be served: {reason}", self._grammar_param)
+
+        def sampling(index: int) -> Sampling:
+            found = self._request.sampling(_next_seed(seed, index), self._grammar)
+            # a chat's answer has the prompt's log-probabilities once
+            return dataclasses.replace(found, prompt_logprobs=None) if kind.chat and index else found
+
         self._choices = [
-            _Choice(
-                service,
-                self._request,
-                prompt,
-                self._request.sampling(_next_seed(seed, index), self._grammar),
-                parsers[index],
-            )
+            _Choice(service, self._request, prompt, sampling(index), parsers[index])
             for prompt in prompts
             for index in range(self._request.n)
         ]
+        entries = sum(choice.num_entries for choice in self._choices)
+        if entries > MOST_ENTRIES:
+            raise BadRequestError(
+                f"the answer may have {entries} log-probabilities, the limit is {MOST_ENTRIES}: ask for fewer of them, "
+                f"for fewer tokens, prompts or choices, or, of new tokens, for a stream",
+                "logprobs" if self._request.prompt_logprobs is None else "prompt_logprobs",
+            )
 
     @property
     def has_grammar(self) -> bool:
@@ -327,8 +335,6 @@ class Job:
         answer = self._head | {"object": self._kind.whole, "choices": choices, "usage": self._usage()}
         if self._kind.chat and "prompt_logprobs" in choices[0]:
             answer["prompt_logprobs"] = choices[0].pop("prompt_logprobs")
-            for choice in choices[1:]:
-                del choice["prompt_logprobs"]
         return answer
 
     async def events(
@@ -380,6 +386,10 @@ class _Choice:
             self._silent = wanted == 0
             wanted = max(wanted, 1)
         self.generation = Generation(prompt=prompt, max_new_tokens=wanted, sampling=sampling)
+        # log-probabilities that come at once; a limit that is too large is refused later
+        new = 0 if request.stream else most if wanted is None else min(wanted, most)
+        asked = (len(prompt), sampling.prompt_logprobs), (new, sampling.logprobs)
+        self.num_entries = sum(tokens * (count + 1) for tokens, count in asked if count is not None)
         self.text = TextStream(
             service.tokenizer,
             request.stops,
@@ -411,7 +421,7 @@ class _Choice:
         }
         if self._request.num_logprobs is not None:
             found["logprobs"] = self._chat_logprobs(logprobs) if self._chat else self._logprobs([*before, *logprobs])
-        if first and self._request.prompt_logprobs is not None:
+        if first and None not in (self._request.prompt_logprobs, self.generation.sampling.prompt_logprobs):
             entries = zip(prompt[1:], piece.prompt_logprobs, strict=True)
             found["prompt_logprobs"] = [None, *(self._ranked(token, each) for token, each in entries)]
         return found

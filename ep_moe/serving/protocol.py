@@ -430,7 +430,7 @@ def parse(kind: type[Parsed], body: bytes | bytearray) -> Parsed:
     if not body:
         raise BadRequestError("the request's body is empty, a JSON object is needed")
     try:
-        fields = json.loads(body, object_pairs_hook=_object)
+        fields = json.loads(body.decode("utf-8-sig"), object_pairs_hook=_object)  # of bytes it takes half a surrogate
     except BadRequestError:
         raise
     except (ValueError, RecursionError) as error:  # also of its bytes, and of a number of very many digits

@@ -50,6 +50,7 @@ class Regrouped:
         answers: of the ranks that were there before: their results of the oldest plans that were sent and not received;
             the other plans have had no effect. forgotten: of the same ranks, rows whose keys and values are lost.
         placements: which of them has which expert, by MoE layer. left: those of before that have left on purpose.
+        errors: of those of before that have failed by one of their own.
     """
 
     seats: tuple[int, ...]
@@ -57,6 +58,7 @@ class Regrouped:
     forgotten: Mapping[int, frozenset[int]]
     placements: tuple[Placement, ...]
     left: tuple[int, ...] = ()
+    errors: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
 
 class Ranks(Protocol):
@@ -346,6 +348,7 @@ class StoreRanks:
             forgotten={seat: frozenset(self._forgotten[seat]) for seat in stay},
             placements=next(iter(self._joined.values())).placements,
             left=leaving,
+            errors={seat: self.lost[seat].partition(" failed: ")[2] for seat in before if seat in self.lost},
         )
         self._members, self.seats = members, found.seats
         self._results = {seat: collections.deque() for seat in members}

@@ -63,12 +63,17 @@ class GrammarError(RuntimeError):
     """A generation that ended because its grammar cannot be followed further."""
 
 
+class PrefillError(RuntimeError):
+    """A generation with which two ranks failed by the same error when it began."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Generation:
     """A sequence that a client asks for; fields as in `RowStart`. max_new_tokens None: as many as fit.
 
     Args:
         made: its tokens so far, if it has lost its row. num_known: log-probabilities of its prompt that have been told.
+        failed: the error of the rank that has failed in its prefill, if it has lost its row so.
     """
 
     prompt: tuple[int, ...]
@@ -76,6 +81,7 @@ class Generation:
     sampling: Sampling = Sampling()
     made: tuple[int, ...] = ()
     num_known: int = 0
+    failed: str = ""
 
     def start(self, row: int, prefix: tuple[int, ...]) -> RowStart:
         """Its start in a row of a rank."""
@@ -102,7 +108,7 @@ class Progress:
             they are computed, before the first new token or with it.
         cached: tokens of the prompt that came from the prefix cache.
         finish: "" while it goes on; else STOP or LENGTH.
-        error: what ended it instead, with `finish` "": NotFiniteError, GrammarError, or what ended the server.
+        error: what ended it instead, with `finish` "": NotFiniteError, GrammarError, PrefillError, or what ended all.
     """
 
     tokens: tuple[int, ...] = ()
@@ -290,18 +296,22 @@ class Scheduler:
             )
         if wanted < 1:
             raise BadRequestError(f"max_tokens ({wanted}) must be at least 1", "max_tokens")
-        self._check_sampling(generation)
+        self._check_sampling(generation.sampling, wanted)
         if len(self._waiting) >= limits.max_waiting:
             raise QueueFullError(f"{len(self._waiting)} generations wait already, the limit is {limits.max_waiting}")
         ticket = next(self._tickets)
         self._waiting[ticket] = dataclasses.replace(generation, max_new_tokens=wanted), time.monotonic()
         return ticket
 
-    def _check_sampling(self, generation: Generation) -> None:
+    def _check_sampling(self, sampling: Sampling, wanted: int) -> None:
         """Raise BadRequestError for what the ranks' tensors cannot take; the rest is checked where it is read."""
-        sampling, limits = generation.sampling, self._limits
+        limits = self._limits
         if not -MOST_SEED <= sampling.seed < MOST_SEED:
             raise BadRequestError(f"seed ({sampling.seed}) is not a number of 64 bits", "seed")
+        if not 0 <= sampling.min_tokens <= wanted:
+            raise BadRequestError(
+                f"min_tokens ({shown(sampling.min_tokens)}) must be in [0, {wanted}], up to max_tokens", "min_tokens"
+            )
         if len(sampling.stop_ids) > MOST_END_IDS:
             count = len(sampling.stop_ids)
             raise BadRequestError(f"stop_token_ids has {count} tokens, the limit is {MOST_END_IDS}", "stop_token_ids")
@@ -532,6 +542,7 @@ class Scheduler:
         seats: Sequence[int],
         answers: Mapping[int, Sequence[RowsMade]],
         forgotten: Mapping[int, Collection[int]] = {},
+        errors: Mapping[int, str] = {},
     ) -> tuple[list[tuple[int, Progress]], int]:
         """Go on with other ranks.
 
@@ -544,6 +555,8 @@ class Scheduler:
                 in progress have had no effect but to the prefix cache, and are made anew. Of a plan that not all have
                 carried out, numbers that are not finite are taken for those of a rank that has failed in it.
             forgotten: rows of the same ranks that have lost their keys and values.
+            errors: of ranks that have failed. A sequence that was in a prefill of two with the same one ends by it: it
+                may be its cause, and would take the next rank along.
         Returns: as `take`, from these answers; and how many sequences have lost their row.
         """
         found, plans, lost = [], list(self._planned), list[_Sequence]()
@@ -566,7 +579,14 @@ class Scheduler:
             self._forget(rank)
             self._ended[rank], self._filling[rank] = set(), []
         self._seats, self._delays = tuple(seats), True  # all have waited
-        again = {sequence.ticket: (self._unfinished(sequence), time.monotonic()) for sequence in lost}
+        prefilled = {sequence for planned in plans if planned.plan.chunks for sequence, *_ in planned.parts}
+        again = {}
+        for sequence in lost:
+            error = errors.get(sequence.rank, "") if sequence in prefilled else ""
+            if error and error == sequence.generation.failed:
+                found.append((sequence.ticket, Progress(error=PrefillError(f"two ranks failed with it: {error}"))))
+            else:
+                again[sequence.ticket] = self._unfinished(sequence, error), time.monotonic()
         self._waiting = collections.OrderedDict({**dict(sorted(again.items())), **self._waiting})
         return found, len(again)
 
@@ -593,11 +613,11 @@ class Scheduler:
         self._prefixes[rank], self._saves[rank] = PrefixBlocks(self._limits.prefix_blocks), {}
 
     @staticmethod
-    def _unfinished(sequence: _Sequence) -> Generation:
+    def _unfinished(sequence: _Sequence, failed: str) -> Generation:
         """What is left of a sequence that has lost its row."""
         before, known = sequence.generation, sequence.num_prompt_logprobs
         made = before.made + tuple(sequence.made)
-        return dataclasses.replace(before, made=made, num_known=max(before.num_known, known))
+        return dataclasses.replace(before, made=made, num_known=max(before.num_known, known), failed=failed)
 
     def _ends(self, sequence: _Sequence) -> tuple[int, ...]:
         sampling = sequence.start.sampling

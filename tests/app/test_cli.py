@@ -208,6 +208,7 @@ WRONG = {
     "top-p": (["generate", "x", "--top-p", "0.5"], "top_p (0.5) needs a temperature above 0"),
     "temperature": (["generate", "x", "--temperature", "nan"], "temperature (nan) must be finite"),
     "cold": (["generate", "x", "--temperature", "-1"], "temperature (-1.0) must be at least 0"),
+    "seed": (["generate", "x", "y", "--seed", str(2**63 - 1)], f"seed ({2**63 - 1}) must be in [-2^63, {2**63 - 2}]"),
     "not-utf-8": (["generate", "a\udcffb"], r"prompts ('a\udcffb') are not UTF-8: surrogates not allowed"),
     "port": (["serve", "--port", "65536"], "port (65536) must be at most 65535"),
     "passes": (["serve", "--passes-per-plan", "17"], "passes_per_plan (17) must be at most 16"),
@@ -532,6 +533,13 @@ def test_held_out_loss(options: list[str], limit: float) -> None:
     if "--quant" in options:
         assert abs(report["nats_per_byte"] - report["rounded_nats_per_byte"]) < 5e-4
         assert report["rounded_nats_per_byte"] != report["whole_nats_per_byte"]
+
+
+def test_too_many_new_tokens_are_told_before_the_model_is_loaded() -> None:
+    done = invoke("generate", "ab", "--max-new-tokens", "1023", "--nproc", "1", "--device", "cpu")
+    assert done.exit_code == 1
+    wanted = "a prompt of 2 tokens and max_new_tokens (1023) exceed the model's max_position_embeddings (1024)"
+    assert wanted in done.stderr.splitlines()[-1]
 
 
 def test_generate_spreads_prompts_and_keeps_their_order() -> None:

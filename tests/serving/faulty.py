@@ -58,7 +58,7 @@ class Faults:
 
             EPGroup.destroy = lambda group: time.sleep(1000)  # type: ignore[method-assign]
         if kind in ("raise", "hang"):
-            raise KeyError("a fault of the test")
+            raise KeyError(f"a fault of the test in process {os.getpid()}")  # not the same one twice
         os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[kind])
 
     def before(self, owner: Any, name: str, phase: str = "") -> None:

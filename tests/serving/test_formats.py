@@ -222,6 +222,9 @@ def test_formats_are_one_of_all_that_clients_name() -> None:
     half = json.dumps({"prompt": "a", "json_schema": '{"const": "\\ud800"}'}).encode()
     with pytest.raises(BadRequestError, match="json_schema: the schema holds .*half of a character"):
         parse(CompletionRequest, half).grammar()
+    long = json.dumps({"prompt": "a", "ebnf": "root ::= " + "a" * 2**16}).encode()
+    with pytest.raises(BadRequestError, match="ebnf: the grammar has 65545 bytes, the limit is 65536"):
+        parse(CompletionRequest, long).grammar()
     for two in ({"regex": "a", "ebnf": "b"}, {"structured_outputs": {"regex": "a", "choice": ["b"]}}):
         with pytest.raises(BadRequestError, match="ask for two grammars"):
             parse(CompletionRequest, json.dumps({"prompt": "a", **two}).encode()).grammar()

@@ -316,6 +316,11 @@ def test_requests_that_come_together_start_together(monkeypatch: pytest.MonkeyPa
         ({"prompt": (1,) * 6, "max_new_tokens": 91}, "max_tokens", "the most for this prompt is 90"),
         ({"prompt": (1,), "max_new_tokens": 0}, "max_tokens", "max_tokens (0) must be at least 1"),
         ({"prompt": (1,), "sampling": Sampling(seed=2**63)}, "seed", "is not a number of 64 bits"),
+        (
+            {"prompt": (1,), "max_new_tokens": 2, "sampling": Sampling(min_tokens=10**20)},
+            "min_tokens",
+            "min_tokens (100000000000000000000) must be in [0, 2], up to max_tokens",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_named(generation: dict[str, Any], param: str, message: str) -> None:
@@ -327,6 +332,25 @@ def test_what_cannot_be_served_is_named(generation: dict[str, Any], param: str, 
     scheduler.submit(Generation(prompt=(1,)))
     with pytest.raises(QueueFullError, match="1 generations wait already, the limit is 1"):
         scheduler.submit(Generation(prompt=(1,)))
+
+
+def test_a_sequence_that_two_ranks_fail_with_ends() -> None:
+    """By the same error, in its prefill."""
+    scheduler, rows = Scheduler(ONE), FakeRows(ONE, 0)
+    bad, good = (scheduler.submit(Generation(prompt=(1,) * 20, max_new_tokens=9)) for _ in range(2))
+    for error in ("KeyError: 1", "", "KeyError: 1", "KeyError: 2", "KeyError: 2"):
+        assert scheduler.num_waiting == 2
+        scheduler.next_plan()
+        found, lost = scheduler.regroup((0,), {}, errors={0: error})
+    assert [(ticket, str(each.error)) for ticket, each in found] == [(bad, "two ranks failed with it: KeyError: 2")]
+    assert lost == 0
+    scheduler.next_plan()
+    assert scheduler.regroup((0,), {}, errors={0: "KeyError: 2"}) == ([], 1)
+    plan = scheduler.next_plan()
+    assert plan is not None
+    assert [ticket for ticket, _ in scheduler.take([rows.run(plan)])] == [good]
+    scheduler.next_plan()  # decodes
+    assert scheduler.regroup((0,), {}, errors={0: "KeyError: 2"}) == ([], 1)
 
 
 def test_a_sequence_fills_all_positions_and_no_more() -> None:
@@ -699,6 +723,18 @@ REFUSED: dict[str, tuple[str, Any, int, str]] = {
     ),
     "logprobs": ("completions", {"prompt": "a", "logprobs": 21}, 400, "logprobs (21): Input should be less than"),
     "stops": ("completions", {"prompt": "a", "stop": ["x"] * 17}, 400, "]): List should have at most 16 items"),
+    "prompt entries": (
+        "completions",
+        {"prompt": [[1] * 90] * 5, "n": 128, "prompt_logprobs": 20},
+        400,
+        "the answer may have 1209600 log-probabilities, the limit is 262144",
+    ),
+    "entries": (
+        "completions",
+        {"prompt": ["a"] * 5, "n": 128, "logprobs": 20, "max_tokens": 10**20},
+        400,
+        "the answer may have 1276800 log-probabilities, the limit is 262144",
+    ),
     "model": ("completions", {"prompt": "a", "model": "gpt"}, 404, "model ('gpt') is not served here, 'fake' is"),
     "surrogate": ("completions", {"prompt": "a\ud800"}, 400, r"'prompt' holds '\ud800', half of a character"),
     "surrogate name": ("completions", {"prompt": "a", "\udc00": 1}, 400, r"'\udc00' holds '\udc00', half of a"),
@@ -725,6 +761,7 @@ REFUSED: dict[str, tuple[str, Any, int, str]] = {
     "path": ("nothing", {}, 404, "POST /v1/nothing: Not Found"),
     "no JSON": ("completions", b"{", 400, "the request's body is not valid JSON"),
     "no UTF-8": ("completions", b"\xff", 400, "the request's body is not valid JSON"),
+    "raw surrogate": ("completions", b'{"prompt": "a\xed\xa0\x80"}', 400, "is not valid JSON: 'utf-8' codec can't"),
     "deep": ("completions", b"[" * 10**5, 400, "the request's body is not valid JSON"),
     "no body": ("completions", b"", 400, "the request's body is empty"),
     "no object": ("completions", b"[5]", 400, "the request's body ([5]) is no JSON object"),
@@ -808,7 +845,7 @@ def test_logprobs_echo_and_several_choices(tokenizer: Any) -> None:
     def text(token: int) -> str:
         return str(tokenizer.decode([token]))
 
-    with served(tokenizer) as (client, _):
+    with served(tokenizer) as (client, leader):
         answer = client.post("/v1/completions", json=body | {"prompt_logprobs": 1}).json()
         assert answer["usage"] == usage(2, 10, 0)
         for index, choice in enumerate(answer["choices"]):
@@ -838,7 +875,10 @@ def test_logprobs_echo_and_several_choices(tokenizer: Any) -> None:
         assert scored["usage"]["completion_tokens"] == 0
         with mock.patch.object(tokenizer, "chat_template", TEMPLATE):
             asked = CHAT | {"max_tokens": 3, "logprobs": True, "top_logprobs": 1, "n": 2, "stop_token_ids": [5]}
-            chat = client.post("/v1/chat/completions", json=asked).json()
+            with mock.patch.object(leader, "submit", wraps=leader.submit) as submit:
+                chat = client.post("/v1/chat/completions", json=asked | {"prompt_logprobs": 0}).json()
+            assert [call.args[0].sampling.prompt_logprobs for call in submit.call_args_list] == [0, None]
+            assert len(chat["prompt_logprobs"]) == 2
             for choice in chat["choices"]:
                 first = choice["logprobs"]["content"][0]
                 token = continuation(Generation(prompt=tuple(b"hi"), max_new_tokens=1))[0]
@@ -874,11 +914,11 @@ def test_keys_origins_and_ids(tokenizer: Any) -> None:
     ask = {"prompt": "a", "max_tokens": 1}
     with served(tokenizer, more={"keys": ("one", "tw\u00f6"), "origins": ("http://page",)}) as (client, _):
         for key in ("", "Bearer on", "Bearer onee", "Basic one", "one", "Bearer"):
-            for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("POST", "/tokenize")):
+            for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/load")):
                 answer = client.request(method, path, headers={"authorization": key}, json=ask)
                 assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
                 assert answer.headers["www-authenticate"] == "Bearer"
-        for path in ("/health", "/metrics", "/version"):
+        for path in ("/health", "/metrics", "/version", "/"):
             assert client.get(path).status_code == 200
         headers = {"authorization": "bearer tw\u00f6".encode(), "x-request-id": "mine-1", "origin": "http://page"}
         answer = client.post("/v1/completions", json=ask, headers=headers)
@@ -1221,7 +1261,7 @@ def test_all_are_started_again_if_no_rank_goes_on(says: str, monkeypatch: pytest
     limit = 20.0 if says else 0.3
     monkeypatch.setattr("ep_moe.serving.ranks.REGROUP_SECS", limit)
     talk = Talk(2, monkeypatch)
-    talk.ended(1, "was killed by SIGKILL")
+    talk.ended(1, "failed: KeyError: 1")
     with pytest.raises(RanksChangedError):
         talk.ranks.check()
     if says:
@@ -1242,6 +1282,7 @@ def test_all_are_started_again_if_no_rank_goes_on(says: str, monkeypatch: pytest
     done = talk.ranks.regroup()
     launcher.join()
     assert (0.0 if says else limit) < time.monotonic() - begin < 5.0
+    assert done.errors == {0: "", 1: "KeyError: 1"}
     assert (done.seats, done.answers) == ((0,), {})  # nothing of the ranks before is left
     assert talk.memberships() == [wire.Membership(seats=(0,), deaths=(0,)), wire.Membership(seats=(0,), deaths=(1,))]
 

@@ -261,6 +261,10 @@ def test_logits_are_adjusted_as_transformers_and_openai_define_it() -> None:
     logits[0, 2] += 30
     sequences.advance(logits, sampled=False, adjusted=True)
     assert (int(sequences.made[0, 0]), bool(sequences.live[0])) == (2, True)
+    sequences.begin(starts[:1], vocab)
+    sequences.adjustments.allow({0: torch.tensor([1 << 9], dtype=torch.int32)})
+    sequences.advance(torch.randn(1, vocab), sampled=False, adjusted=True)
+    assert int(sequences.made[1, 0]) == 9  # a grammar's only token, banned or not
 
 
 def test_rows_that_are_not_live_keep_still() -> None:
@@ -322,6 +326,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "padding on the left alone",
     ),
     "shape": ({"ids": torch.ones(1, 3, dtype=torch.int64), "mask": torch.ones(2, 3)}, "attention_mask is (2, 3)"),
+    "positions": (
+        {"ids": torch.ones(1, 1023, dtype=torch.int64)},
+        "a prompt of 1023 tokens and max_new_tokens (2) exceed max_position_embeddings (1024) on rank 0",
+    ),
     "unknown": ({"ids": torch.tensor([[5, 256]])}, "a prompt has token 256 on rank 0, tokens are in [0, 256)"),
     "seeds": ({"ids": torch.ones(1, 3, dtype=torch.int64), "seeds": (1, 2)}, "seeds are 2 on rank 0, prompts are 1"),
 }
@@ -346,6 +354,7 @@ def test_bad_prompts_are_named(shipped: PreTrainedModel, name: str) -> None:
         ("temperature", -0.5, "temperature (-0.5) must not be negative"),
         ("top_p", 0.0, "top_p (0.0) is not in (0, 1]"),
         ("end_ids", tuple(range(17)), "end_ids are 17, the limit is 16"),
+        ("seeds", (0, 2**63), "seeds have 9223372036854775808, which is not a number of 64 bits"),
     ],
 )
 def test_bad_options_are_named(field: str, value: Any, message: str) -> None:
@@ -565,7 +574,7 @@ def die_between_passes(group: EPGroup, folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     decoder = Decoder(model, graphs=False)
-    decoder.generate(model, ids, None, GenerationOptions(max_new_tokens=2000), on_step)
+    decoder.generate(model, ids, None, GenerationOptions(max_new_tokens=1000), on_step)
     (folder / "survived").touch()
 
 

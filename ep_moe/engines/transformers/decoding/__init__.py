@@ -44,8 +44,8 @@ def generate(
     Args:
         model: of `from_pretrained` or `shard_experts`.
         prompts: [B, P] int64, B may be 0. A prefill has at most the transport's max_tokens_per_rank tokens: more rows
-            take several, a longer prompt several chunks of it. P beyond the model's max_position_embeddings is an error
-            on every rank, in transformers' own loop P beyond max_tokens_per_rank.
+            take several, a longer prompt several chunks of it. P and new tokens beyond the model's
+            max_position_embeddings are an error on every rank, in transformers' own loop P beyond max_tokens_per_rank.
         options: of the generation; `end_ids_of(model)` returns the end tokens that the model and its tokenizer declare.
         attention_mask: [B, P], 0 for padding, which is on the left.
         decode_graphs: None for CUDA graphs on GPUs, unless the transport waits on the host, as "hierarchical" does;

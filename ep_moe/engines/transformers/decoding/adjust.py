@@ -83,9 +83,11 @@ class Adjustments:
         logits = torch.where(self._seen[here], repeated, logits) - frequency * counts - presence * (counts > 0)
         banned = (left > self._may_end[here])[:, None] & (end_ids >= 0)
         added = torch.zeros_like(end_ids, dtype=torch.float32).masked_fill(banned, float("-inf"))
-        logits = (logits + self._bias[here]).scatter_add(1, end_ids.clamp(min=0), added)
         allowed = (self._allowed[here, :, None] >> self._bits & 1).flatten(1)[:, : logits.shape[1]]
-        return logits.masked_fill(allowed == 0, float("-inf"))
+        logits = (logits + self._bias[here]).masked_fill(allowed == 0, float("-inf"))
+        longer = logits.scatter_add(1, end_ids.clamp(min=0), added)
+        # a grammar may go on by no other token
+        return torch.where(longer.amax(1, keepdim=True) == float("-inf"), logits, longer)
 
     def record(self, logits: torch.Tensor, here: slice, step: torch.Tensor, chosen: torch.Tensor) -> None:
         """Count the chosen tokens, and keep their log-probabilities for `read`.

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from ep_moe.engines.transformers.decoding.sequences import MOST_END_IDS
 from ep_moe.engines.transformers.hooks import Model
-from ep_moe.fields import check_fields
+from ep_moe.fields import check_fields, shown
 from ep_moe.tensors import check_tensor
 
 
@@ -42,6 +42,9 @@ class GenerationOptions:
             raise ValueError(f"temperature ({self.temperature}) must not be negative")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p ({self.top_p}) is not in (0, 1]")
+        wrong = [seed for seed in self.seeds if not -(2**63) <= seed < 2**63]
+        if wrong:
+            raise ValueError(f"seeds have {shown(wrong[0])}, which is not a number of 64 bits")
 
     def seeds_of(self, num_rows: int) -> tuple[int, ...]:
         """One seed for each of B rows."""
@@ -82,13 +85,18 @@ def check_prompts(
         found = f"{tuple(prompts.shape)} {prompts.dtype} on {prompts.device}"
         raise ValueError(f"prompts are {found} on rank {rank}, expected [rows, tokens] int64 on {device}")
     num_rows, num_columns = prompts.shape
-    limit, name = getattr(model.config.get_text_config(), "max_position_embeddings", None), "max_position_embeddings"
+    most = limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    name = "max_position_embeddings"
     if whole:
         limit, name = session.transport.config.max_tokens_per_rank, "max_tokens_per_rank"
     if num_rows and not num_columns:
         raise ValueError(f"prompts are {tuple(prompts.shape)} on rank {rank}: a prompt needs at least one token")
     if num_rows and limit is not None and num_columns > limit:
         raise ValueError(f"a prompt of {num_columns} tokens exceeds {name} ({limit}) on rank {rank}")
+    new = options.max_new_tokens
+    if num_rows and most is not None and num_columns + new > most:
+        what = f"a prompt of {num_columns} tokens and max_new_tokens ({new}) exceed max_position_embeddings ({most})"
+        raise ValueError(f"{what} on rank {rank}")
     if options.seeds and len(options.seeds) != num_rows:
         raise ValueError(f"seeds are {len(options.seeds)} on rank {rank}, prompts are {num_rows}")
     vocab_size = model.get_input_embeddings().weight.shape[0]
@@ -100,6 +108,6 @@ def check_prompts(
     check_tensor(mask, "attention_mask")
     if mask.shape != prompts.shape or mask.device != device:
         raise ValueError(f"attention_mask is {tuple(mask.shape)} on {mask.device}, prompts {tuple(prompts.shape)}")
-    shown = mask.bool()
-    if num_rows and not bool(shown[:, -1:].all() & (shown[:, 1:] | ~shown[:, :-1]).all()):
+    taken = mask.bool()
+    if num_rows and not bool(taken[:, -1:].all() & (taken[:, 1:] | ~taken[:, :-1]).all()):
         raise ValueError(f"attention_mask on rank {rank} is not that of prompts with padding on the left alone")
