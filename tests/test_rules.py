@@ -16,7 +16,8 @@ else:
 PACKAGE = Path(__file__).parent.parent / "ep_moe"
 
 LEVELS = [
-    {"config", "environment", "fields", "grammar", "logs", "names", "quant", "tensors", "kernels", "kernel_launch"},
+    {"config", "environment", "fields", "files", "grammar", "logs", "names", "quant", "tensors"}
+    | {"kernels", "kernel_launch"},
     {"group", "launch", "routing", "placement", "layout", "weights"},
     {"transport", "experts"},
     {"local_moe", "layer", "functional", "balance", "testing", "profiling"},

@@ -119,7 +119,7 @@ def _of_server(config: RecordConfig) -> "RecordedLoad":
     first = _ask(config.url)
     time.sleep(config.secs or RECORD_SECS)
     last = _ask(config.url)
-    if last.get("sizes") is None:
+    if not isinstance(last.get("sizes"), dict):
         raise RuntimeError(f"{config.url} does not tell the sizes of its model")
     sizes = from_mapping(ModelSizes, last["sizes"], f"{config.url}/load: sizes")
     before = first["load"] or [[0] * sizes.num_experts for _ in range(sizes.num_layers)]

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ep_moe.bench.presets import LAYER_PRESETS
-from ep_moe.fields import Field, check_fields
+from ep_moe.fields import Field, check_fields, require
 from ep_moe.planning.calibration import Comparison, calibrate, compare, worst_and_median
 from ep_moe.planning.hardware import Hardware
 from ep_moe.planning.planner import MODELS, Candidate, Job, best_of_size, plan
@@ -76,6 +76,7 @@ class PlanConfig:
             from ep_moe.balance import RecordedLoad  # imports torch
 
             measured = RecordedLoad.read(self.load).load
+            require(any(map(any, measured)), f"load ({str(self.load)!r}) has no token of any expert")
         return Job(
             shape=LayerShape(
                 hidden=layer.hidden,

@@ -11,6 +11,7 @@ from typing import Any
 
 from ep_moe.config import from_mapping
 from ep_moe.fields import shown, typed
+from ep_moe.files import write_whole
 from ep_moe.placement import Placement
 from ep_moe.weights.json_files import read_object
 
@@ -110,7 +111,7 @@ def _check_placements(placements: Sequence[Placement], model: ModelSizes, name: 
 
 def _write(path: str | Path, kind: str, model: ModelSizes, **content: Any) -> None:
     everything = {"format": kind, "model": dataclasses.asdict(model), **content}
-    Path(path).write_text(json.dumps(everything) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(everything) + "\n")
 
 
 def _read(path: str | Path, kind: str, model: ModelSizes | None, *keys: str) -> tuple[ModelSizes, Any]:

@@ -5,7 +5,6 @@ Letters: T tokens on each rank, K top-k, E logical experts, P physical experts, 
 
 import dataclasses
 import functools
-import heapq
 from collections.abc import Sequence
 
 SAMPLES = 4096  # tokens whose experts are drawn
@@ -19,7 +18,7 @@ class Traffic:
         remote_ranks: other ranks that a token travels to. remote_on_node: those on the token's own node.
         remote_nodes: other nodes that it travels to.
         imbalance: rows that arrive at the rank that gets most, by the mean rank's.
-        expert_shares: of that rank's physical experts: the part of all (token, expert) pairs that each gets.
+        expert_shares: of that rank's physical experts that get tokens: the part of all (token, expert) pairs.
     """
 
     remote_ranks: float
@@ -31,9 +30,7 @@ class Traffic:
 
 @functools.lru_cache(maxsize=512)
 def traffic(loads: tuple[float, ...], num_topk: int, num_ranks: int, redundant: int, ranks_per_node: int) -> Traffic:
-    """Place experts on ranks and draw the experts of `SAMPLES` tokens, always the same ones.
-
-    Experts of most load get the redundant copies; copies go, the heaviest first, to the rank with the least load.
+    """Place experts on ranks, as `plan_placement` does, and draw the experts of `SAMPLES` tokens, always the same ones.
 
     Args:
         loads: [E], the part of all (token, expert) pairs that each expert gets. redundant: P - E.
@@ -41,14 +38,20 @@ def traffic(loads: tuple[float, ...], num_topk: int, num_ranks: int, redundant: 
     """
     import torch
 
+    from ep_moe.balance import plan_placement, rank_loads
+
     num_experts, num_physical = len(loads), len(loads) + redundant
     if num_physical % num_ranks:
         raise ValueError(f"num_ranks ({num_ranks}) does not divide the physical experts ({num_physical})")
     if num_topk > num_experts:
         raise ValueError(f"num_topk ({num_topk}) exceeds num_experts ({num_experts})")
-    copies = _copies(loads, redundant)
-    ranks_of, rank_loads, experts_of = _place(loads, copies, num_ranks)
-    worst = max(range(num_ranks), key=rank_loads.__getitem__)
+    [placement] = plan_placement([loads], num_physical, num_ranks, ranks_per_node=ranks_per_node).placements
+    [load_of] = rank_loads([loads], [placement])
+    worst = max(range(num_ranks), key=load_of.__getitem__)
+    ranks_of: list[list[int]] = [[] for _ in loads]
+    for position in placement.active:
+        ranks_of[placement.physical_to_logical[position]].append(position * num_ranks // num_physical)
+    copies = [len(ranks) for ranks in ranks_of]
 
     generator = torch.Generator().manual_seed(0)
     noise = torch.empty(SAMPLES, num_experts).exponential_(generator=generator)
@@ -70,8 +73,8 @@ def traffic(loads: tuple[float, ...], num_topk: int, num_ranks: int, redundant: 
         remote_ranks=reached.sum(1).float().mean().item(),
         remote_on_node=own,
         remote_nodes=nodes.sum(1).float().mean().item(),
-        imbalance=rank_loads[worst] * num_ranks,
-        expert_shares=tuple(loads[expert] / copies[expert] for expert in experts_of[worst]),
+        imbalance=load_of[worst] * num_ranks,
+        expert_shares=tuple(loads[e] / len(ranks) for e, ranks in enumerate(ranks_of) if worst in ranks),
     )
 
 
@@ -93,33 +96,3 @@ def recorded(measured: Sequence[Sequence[float]], num_experts: int) -> tuple[flo
     order = torch.randperm(num_experts, generator=torch.Generator().manual_seed(0))
     loads = (stretched.flatten() / stretched.sum())[order]
     return tuple(loads.tolist())
-
-
-def _copies(loads: Sequence[float], redundant: int) -> list[int]:
-    copies = [1] * len(loads)
-    heap = [(-load, expert) for expert, load in enumerate(loads)]
-    heapq.heapify(heap)
-    for _ in range(redundant):
-        _, expert = heap[0]
-        copies[expert] += 1
-        heapq.heapreplace(heap, (-loads[expert] / copies[expert], expert))
-    return copies
-
-
-def _place(
-    loads: Sequence[float], copies: Sequence[int], num_ranks: int
-) -> tuple[list[list[int]], list[float], list[list[int]]]:
-    """Ranks of each expert's copies, the load of each rank, and the experts of each rank."""
-    capacity = sum(copies) // num_ranks
-    parts = sorted(((loads[e] / n, e) for e, n in enumerate(copies) for _ in range(n)), reverse=True)
-    heap = [(0.0, rank) for rank in range(num_ranks)]
-    ranks_of: list[list[int]] = [[] for _ in loads]
-    rank_loads, experts_of = [0.0] * num_ranks, [list[int]() for _ in range(num_ranks)]
-    for load, expert in parts:
-        total, rank = heapq.heappop(heap)
-        ranks_of[expert].append(rank)
-        experts_of[rank].append(expert)
-        rank_loads[rank] = total + load
-        if len(experts_of[rank]) < capacity:
-            heapq.heappush(heap, (total + load, rank))
-    return ranks_of, rank_loads, experts_of

@@ -22,7 +22,8 @@ NOTES, TOPICS, RESULTS = "archive", "topics", "results"  # folders beside the ro
 NOTE_HEADINGS = ["Question", "Method", "Result"]
 PROSE_COLUMNS = 120
 METHODS = "methods"  # folder of the texts that head the sections, one for each benchmark
-MARK = "<!-- Made by `ep-moe bench report` from {folder}/*.jsonl, methods/*.md and topics/*.md; do not edit. -->"
+MADE_BY = "<!-- Made by `ep-moe bench report` from "  # the mark of pages that may be overwritten and deleted
+MARK = MADE_BY + "{folder}/*.jsonl, methods/*.md and topics/*.md; do not edit. -->"
 
 
 def check_notes(folder: Path) -> None:
@@ -189,15 +190,20 @@ def make_report(directory: str | Path, *, check: bool, plots: bool) -> dict[str,
         check: write nothing, only compare the pages. plots: draw them first.
     Returns: `ok`, False if a page differs under `check`; `page`, the one that differs, else BENCHMARKS.md; `written`,
         the paths; `rows`, how many count.
-    Errors: ValueError for a wrong directory, row, topic or note; RuntimeError if matplotlib is missing.
+    Errors: ValueError for a wrong directory, row, topic or note, without rows, and before a file without the mark of
+        these pages would be overwritten or deleted; RuntimeError if matplotlib is missing.
     """
     folder = Path(directory).resolve()
     records = read_records(directory)
+    require(bool(newest(records)), f"directory ({str(directory)!r}) has no rows")
     check_notes(folder / NOTES)  # errors come before plots are drawn
     pages = render(records, folder)
+    extra = sorted(set((folder / RESULTS).glob("*.md")) - set(pages))
+    for path in () if check else (*pages, *extra):
+        ours = not path.exists() or MADE_BY.encode() in path.read_bytes()
+        require(ours, f"{path} was not made by `ep-moe bench report`: move it away, or name another --dir")
     drawn = draw(records, folder) if plots and not check else []
     pages = render(records, folder) if drawn else pages
-    extra = sorted(set((folder / RESULTS).glob("*.md")) - set(pages))
     differ = [path for path, text in pages.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     if not check:
         (folder / RESULTS).mkdir(exist_ok=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 from ep_moe.experts.tile_tables import tiles_of_json, tiles_to_json
 from ep_moe.experts.tuning import ExpertTiles
+from ep_moe.files import write_whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +49,8 @@ class Journal:
     """The trials of one table, in a file.
 
     Args:
-        path: of the file; one of another machine, other versions or another problem is begun anew.
+        path: of the file; one of another machine, other versions or another problem is begun anew, and one is cut off
+            at a line that is no entry.
         about: what trials depend on, JSON values.
     Errors: OSError of the file.
     """
@@ -58,17 +60,18 @@ class Journal:
         self.trials: dict[tuple[int, ExpertTiles], Trial] = {}
         self.chosen: dict[int, Chosen] = {}
         self.compiled: dict[ExpertTiles, str] = {}
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        kept = 0
-        for line in lines if lines and _parsed(lines[0]) == {"about": dict(about)} else []:
-            entry = _parsed(line)
-            if entry is None:  # the last line of a run that was killed
+        found = path.read_text(encoding="utf-8") if path.is_file() else ""
+        head, kept = json.dumps({"about": dict(about)}), list[str]()
+        for line in found.splitlines() if found.partition("\n")[0] == head else []:
+            try:
+                self._remember(json.loads(line))
+            except (AttributeError, KeyError, TypeError, ValueError):  # such as the last line of a run that was killed
                 break
-            self._remember(entry)
-            kept += 1
-        text = "\n".join(lines[:kept] if kept else [json.dumps({"about": dict(about)})])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n", encoding="utf-8")
+            kept.append(line)
+        text = "\n".join(kept or [head]) + "\n"
+        if text != found:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, text)
 
     def of(self, rows: int) -> list[Trial]:
         """The trials for this number of rows."""
@@ -96,10 +99,3 @@ class Journal:
             self.compiled[entry.tiles] = entry.why
         else:
             self.chosen[entry.rows] = entry
-
-
-def _parsed(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None

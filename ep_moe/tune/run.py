@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from ep_moe.config import EngineConfig
 from ep_moe.environment import default_tiles_dir
 from ep_moe.experts import row_of
 from ep_moe.experts.tile_tables import device_name, table_name, tiles_to_json
+from ep_moe.files import write_whole
 from ep_moe.quant import get_scheme
 from ep_moe.report.records import versions
 from ep_moe.report.tables import open_console
@@ -124,14 +124,11 @@ def _checked(problem: Problem, rows: int, folder: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, chosen: Mapping[int, Chosen]) -> None:
-    """Write the table, whole or not at all."""
     if not chosen:
         return
     rows = {str(key): tiles_to_json(found.tiles) for key, found in sorted(chosen.items())}
     lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(entry)}" for key, entry in rows.items())
-    new = path.with_suffix(f".{os.getpid()}.tmp")
-    new.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
-    new.replace(path)
+    write_whole(path, f"{{\n{lines}\n}}\n")
 
 
 def _reported(found: Chosen, *, tried: int, refused: int) -> dict[str, Any]:

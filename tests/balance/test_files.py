@@ -1,5 +1,6 @@
 """Files of loads and placements: what is written is read, and files of others are refused."""
 
+import errno
 import json
 import re
 from pathlib import Path
@@ -30,6 +31,22 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert any(placement.idle for placement in placements)
     save_placements(file, placements, MODEL)
     assert read_placements(file, MODEL, num_ranks=2) == placements
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load, file = RecordedLoad(model=MODEL, load=LOAD), tmp_path / "file.json"
+    load.save(file)
+    write_text = Path.write_text
+
+    def half(path: Path, text: str, **options: Any) -> int:
+        write_text(path, text[:9], **options)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(OSError, match=rf"No space left on device: '{file}'"):
+        load.save(file)
+    assert RecordedLoad.read(file) == load
+    assert list(tmp_path.iterdir()) == [file]
 
 
 CHANGES: dict[str, dict[str, Any]] = {

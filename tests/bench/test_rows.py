@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from ep_moe.cli import app
 from ep_moe.report import plots
-from ep_moe.report.page import make_report
+from ep_moe.report.page import MADE_BY, make_report
 from ep_moe.report.records import FIELDS, Record, append_records, newest, read_records
 from ep_moe.report.summaries import Summary
 
@@ -260,7 +260,7 @@ def test_the_page_and_its_drift(tmp_path: Path) -> None:
         missing.rename(folder / "kept")
         assert CliRunner().invoke(app, check).exit_code == 1
         (folder / "kept").rename(missing)
-    (folder / "results" / "old.md").write_text("of a bench without rows\n")
+    (folder / "results" / "old.md").write_text(f"of a bench without rows\n{MADE_BY}rows -->\n")
     done = CliRunner().invoke(app, check)
     assert (done.exit_code, "old.md differs from the page made from the rows" in done.stderr) == (1, True)
     assert CliRunner().invoke(app, ["bench", "report", "--no-plots", "--dir", str(folder)]).exit_code == 0
@@ -276,6 +276,24 @@ def test_the_page_and_its_drift(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, check)
     assert done.exit_code == 2
     assert "layer.jsonl:7: missing key bench" in done.stderr
+
+
+def test_files_of_others_stay(tmp_path: Path) -> None:
+    page, other, layer = tmp_path / "BENCHMARKS.md", tmp_path / "rows" / "results" / "notes.md", "layer.jsonl"
+    call = ["bench", "report", "--no-plots", "--dir", str(tmp_path / "rows")]
+    other.parent.mkdir(parents=True)
+    for path in (page, other):
+        path.write_text("by hand\n")
+        done = CliRunner().invoke(app, call)
+        assert (done.exit_code, "rows') has no rows" in done.stderr) == (2, True)
+        append_records(tmp_path / "rows" / layer, [make_record()])
+        done = CliRunner().invoke(app, call)
+        assert (done.exit_code, f"{path} was not made by" in done.stderr) == (2, True)
+        assert path.read_text() == "by hand\n"
+        assert not (other.parent / "layer.md").exists()
+        path.unlink()
+        (tmp_path / "rows" / layer).unlink()
+    assert not page.exists()
 
 
 NAME, SECTIONS = "the name of a note is <date>-<topic>.md", "a note is a title (# ...) and the sections"

@@ -310,5 +310,11 @@ def test_the_journal_of_another_gpu_is_begun_anew(tmp_path: Path) -> None:
     default.set_rows(1)
     (tiles,) = default.choices()
     Journal(path, {"gpu": "one"}).add(Trial(rows=1, tiles=tiles, us=2.0))
+    whole, inode = path.read_text(), path.stat().st_ino
     assert Journal(path, {"gpu": "one"}).trials[1, tiles].us == 2.0
+    assert path.stat().st_ino == inode  # not written anew
+    for wrong in ("5", '{"trial": 5}', '{"trial": {"rows": 1}}', '{"trial": {"rows": 1, "ti'):
+        path.write_text(f"{whole}{wrong}\n")
+        assert len(Journal(path, {"gpu": "one"}).trials) == 1
+        assert path.read_text() == whole
     assert not Journal(path, {"gpu": "other"}).trials

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from ep_moe.balance import ModelSizes, RecordedLoad, plan_placement
 from ep_moe.cli import app
 from ep_moe.planning.calibration import calibrate, chosen_rows, compare, worst_and_median
 from ep_moe.planning.hardware import Hardware, known_hardware
@@ -108,6 +109,10 @@ def test_copies_of_loaded_experts_even_the_load() -> None:
     assert (apart.imbalance, apart.expert_shares) == (pytest.approx(1.6), (0.4,))
     copied = traffic(loads, 1, 3, 2, 8)  # the copies are of experts 0 and 1: rank loads 0.5, 0.3, 0.2 at worst
     assert copied.imbalance < 1.3
+    hot = (0.93, *(0.01,) * 7)  # no rank gets two copies of it, as in `ep-moe balance plan`
+    balanced = plan_placement([hot], 10, 2)
+    assert traffic(hot, 2, 2, 2, 8).imbalance == pytest.approx(1 / balanced.after[0])
+    assert balanced.after[0] > 0.98
     assert traffic(loads, 1, 2, 0, 8).imbalance == pytest.approx(1.0)  # 0.4 + 0.1 and 0.3 + 0.2
     with pytest.raises(ValueError, match=r"num_ranks \(3\) does not divide the physical experts \(4\)"):
         traffic(loads, 1, 3, 0, 8)
@@ -194,6 +199,10 @@ def test_the_command(tmp_path: Path) -> None:
     validation = call("--validate")
     assert validation["worst"] >= validation["median"] == pytest.approx(0.07, abs=0.08)
     assert all(row["reason"] for row in validation["left_out"])
+    sizes = ModelSizes(model_type="qwen3_moe", num_layers=1, num_experts=2, hidden=16, intermediate=16)
+    RecordedLoad(model=sizes, load=((0, 0),)).save(tmp_path / "zero.json")
+    done = CliRunner().invoke(app, ["plan", "--load", str(tmp_path / "zero.json")])
+    assert (done.exit_code, "zero.json') has no token of any expert" in done.stderr) == (2, True)
     for options, words in ((["--gpus", "2"], "nothing fits"), (["--validate"], "figures: median error")):
         done = CliRunner().invoke(app, ["plan", "--rows", str(ROWS), *options], env={"COLUMNS": "300"})
         assert done.exit_code == 0, done.stderr
