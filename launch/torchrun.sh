@@ -33,11 +33,6 @@ whole() {
 }
 
 nnodes=$(whole NNODES "$nnodes" 1)
-if [[ -z ${NPROC:-} ]]; then
-    gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())' 2>/dev/null) || gpus=0 # the visible ones
-    NPROC=$((gpus > 0 ? gpus : 2))
-fi
-NPROC=$(whole NPROC "$NPROC" 1)
 
 if ((nnodes == 1)); then
     rendezvous=(--standalone)
@@ -60,5 +55,11 @@ else
         --rdzv-conf "is_host=$serves,join_timeout=${JOIN_SECS:-300},read_timeout=${JOIN_SECS:-300}"
     )
 fi
+
+if [[ -z ${NPROC:-} ]]; then
+    gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())' 2>/dev/null) || gpus=0 # the visible ones
+    NPROC=$((gpus > 0 ? gpus : 2))
+fi
+NPROC=$(whole NPROC "$NPROC" 1)
 
 exec "$python" -m torch.distributed.run --nnodes "$nnodes" --nproc-per-node "$NPROC" "${rendezvous[@]}" -m ep_moe "$@"

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from helpers.processes import EP_MOE, environ, processes_with, wait_until_gone
+from helpers.processes import EP_MOE, environ, hear_sighup, processes_with, wait_until_gone
 from typer.testing import CliRunner
 
 from ep_moe.app.chat import ChatConfig, chat
@@ -126,7 +126,7 @@ def test_the_model_of_a_chat_ends_with_it(number: signal.Signals, code: int) -> 
     mark = f"{os.getpid()}.{time.time_ns()}"
     command = [*EP_MOE, "chat", "--nproc", "1", "--device", "cpu"]
     pipes: Any = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environ() | {"EP_MOE_TEST_MARK": mark}}
-    with subprocess.Popen(command, **pipes) as process:
+    with subprocess.Popen(command, preexec_fn=hear_sighup, **pipes) as process:
         assert process.stderr is not None
         while b"Ctrl-D" not in (line := process.stderr.readline()):
             assert line

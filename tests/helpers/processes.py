@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -17,6 +18,11 @@ def environ(*folders: Path) -> dict[str, str]:
     paths = [*map(str, (*folders, ROOT, TESTS, *of_tests)), os.environ.get("PYTHONPATH", "")]
     # a rank with as many threads as cores is many times slower if another process uses a core
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+
+
+def hear_sighup() -> None:
+    """In a child before it begins: SIGHUP ends it, even if these tests run under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def processes_with(mark: str) -> list[int]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.processes import environ, is_running, wait_until_gone
+from helpers.processes import environ, hear_sighup, is_running, wait_until_gone
 
 from ep_moe.config import GroupConfig
 from ep_moe.group import EPGroup
@@ -348,9 +348,8 @@ def test_a_second_ctrl_c_at_once_leaves_time_to_end_the_ranks() -> None:
 )
 def test_ranks_end_with_their_launcher(tmp_path: Path, number: int, to_all: bool, code: int, out: str) -> None:
     command = [sys.executable, "-c", LAUNCHER, str(tmp_path)]
-    with subprocess.Popen(
-        command, env=environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as launcher:
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "preexec_fn": hear_sighup}
+    with subprocess.Popen(command, env=environ(), start_new_session=True, **pipes) as launcher:
         pids = read_pids(tmp_path, 3)
         time.sleep(0.3)
         assert all(is_running(pid) for pid in [launcher.pid, *pids])
