@@ -371,7 +371,10 @@ def test_no_tokens_of_any_strides() -> None:
         inputs = case.inputs(0)
         for x in (inputs.x.repeat(1, 2)[:, 1::2], inputs.x.repeat(1, 2)[:, 1 : 1 + case.hidden]):
             dispatched = transport.dispatch(x, inputs.routing, layout=case.layout, scheme=get_scheme("none"))
-            transport.combine(compute_experts(dispatched.batch, 0), dispatched)
+            assert int(dispatched.batch.expert_num_tokens.sum()) == 0
+            result = transport.combine(compute_experts(dispatched.batch, 0), dispatched)
+            assert result.shape == (0, case.hidden)
+        transport.check()
         transport.destroy()
 
 
